@@ -1,0 +1,56 @@
+// Every instantiation of the kernel, under names that can be read in a profiler:
+// vkvmap_<direction>_u<loads in flight>_<cache hint>_<where the pairs are>.
+//
+// Few on purpose: each costs build time and module size on every architecture. A variant that
+// measurement shows to be of no use goes.
+#include "cuda_kernels.h"
+
+namespace vkvmap::kernel {
+
+#define VKVMAP_KERNEL(name, direction, unroll, hint, Args)                   \
+  extern "C" __global__ void __launch_bounds__(kMaxThreads)                  \
+      name(const VKVMAP_GRID_CONSTANT Args args) {                           \
+    move<Direction::direction, unroll, ptx::Hint::hint>(args);               \
+  }
+
+#define VKVMAP_VARIANT(unroll, hint)                                                             \
+  VKVMAP_KERNEL(vkvmap_store_u##unroll##_##hint##_buffer, Store, unroll, hint, BufferArgs)       \
+  VKVMAP_KERNEL(vkvmap_store_u##unroll##_##hint##_params, Store, unroll, hint, ParameterArgs)    \
+  VKVMAP_KERNEL(vkvmap_load_u##unroll##_##hint##_buffer, Load, unroll, hint, BufferArgs)         \
+  VKVMAP_KERNEL(vkvmap_load_u##unroll##_##hint##_params, Load, unroll, hint, ParameterArgs)
+
+VKVMAP_VARIANT(8, stream)
+VKVMAP_VARIANT(8, plain)
+VKVMAP_VARIANT(4, stream)
+
+#define VKVMAP_SELECT(kind)                                                            \
+  const bool store = direction == Direction::Store;                                    \
+  if (variant.unroll == 4 && variant.hint == ptx::Hint::stream)                        \
+    return launch_kernel(store ? vkvmap_store_u4_stream_##kind                         \
+                               : vkvmap_load_u4_stream_##kind,                         \
+                         grid, block, stream, args);                                   \
+  if (variant.unroll == 8 && variant.hint == ptx::Hint::plain)                         \
+    return launch_kernel(store ? vkvmap_store_u8_plain_##kind                          \
+                               : vkvmap_load_u8_plain_##kind,                          \
+                         grid, block, stream, args);                                   \
+  if (variant.unroll == 8 && variant.hint == ptx::Hint::stream)                        \
+    return launch_kernel(store ? vkvmap_store_u8_stream_##kind                         \
+                               : vkvmap_load_u8_stream_##kind,                         \
+                         grid, block, stream, args);                                   \
+  return cudaErrorInvalidDeviceFunction
+
+bool is_compiled(const Variant& variant) {
+  return variant.unroll == 8 || (variant.unroll == 4 && variant.hint == ptx::Hint::stream);
+}
+
+cudaError_t launch(Direction direction, const Variant& variant, const BufferArgs& args,
+                   unsigned grid, unsigned block, cudaStream_t stream) {
+  VKVMAP_SELECT(buffer);
+}
+
+cudaError_t launch(Direction direction, const Variant& variant, const ParameterArgs& args,
+                   unsigned grid, unsigned block, cudaStream_t stream) {
+  VKVMAP_SELECT(params);
+}
+
+}  // namespace vkvmap::kernel
