@@ -71,7 +71,7 @@ class Ledger:
         index = np.fromiter(rows, np.intp)
         self._generation[index] += np.uint64(1)
         self._fence()
-        inside = self._entered[index] != self._finished[index]
+        inside = self._entered[index] > self._finished[index]
         inside[:, list(dead)] = False
         if inside.any():
             row, writer = (int(place[0]) for place in np.nonzero(inside))
@@ -104,7 +104,7 @@ class Ledger:
         """
         index = np.fromiter(rows, np.intp)
         self._fence()
-        self._finished[index, writer] = generations
+        self._finished[index, writer] = np.maximum(self._finished[index, writer], generations)
 
     # ---- readers ------------------------------------------------------------------------------
 
