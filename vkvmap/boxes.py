@@ -3,7 +3,7 @@
 A box pairs bytes of one address space with bytes of another: two start offsets and a list of levels
 ``(count, step on the left, step on the right)``, innermost first, over single bytes. Every layout,
 shard and interleave becomes boxes; coalescing boxes is what turns an axis-by-axis description into
-a few long copies. Pure integers (Python's, so nothing overflows): no ranks, no tokens, no tensors.
+a few long copies. Pure integers: no ranks, no tokens, no tensors.
 
 Invariant of what leaves this module: levels have count > 1, are sorted by ascending right step (the
 host's, so that a walk over a box is a walk over the host's bytes), and no two neighbours could be
@@ -15,6 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
 
 #: ``(count, left step, right step)``, steps in bytes.
 Level = tuple[int, int, int]
@@ -123,3 +128,64 @@ def nested(
             levels += piece_levels
         boxes.append(Box(start_left, start_right, levels))
     return folded(boxes)
+
+
+def fragments_of(boxes: Iterable[Box]) -> tuple[Ints, Ints, Ints]:
+    """``(left, right, length)`` of every fragment, as int64 arrays, in box order."""
+    lefts, rights, lengths = [], [], []
+    for box in boxes:
+        left = np.array([box.left], dtype=np.int64)
+        right = np.array([box.right], dtype=np.int64)
+        for count, left_step, right_step in box.strided:
+            steps = np.arange(count, dtype=np.int64)[:, None]
+            left = (steps * left_step + left).ravel()
+            right = (steps * right_step + right).ravel()
+        lefts.append(left)
+        rights.append(right)
+        lengths.append(np.full(left.size, box.fragment, dtype=np.int64))
+    if not lefts:
+        empty = np.empty(0, dtype=np.int64)
+        return empty, empty, empty
+    return np.concatenate(lefts), np.concatenate(rights), np.concatenate(lengths)
+
+
+def boxes_of(left: Ints, right: Ints, length: Ints) -> tuple[Box, ...]:
+    """Boxes that pair exactly the given fragments, joined and folded where they allow it."""
+    order = np.argsort(right, kind="stable")
+    left, right, length = left[order], right[order], length[order]
+    if left.size:
+        joined = (left[1:] == left[:-1] + length[:-1]) & (right[1:] == right[:-1] + length[:-1])
+        starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))
+        length = np.add.reduceat(length, starts)
+        left, right = left[starts], right[starts]
+    return folded(
+        Box(a, b, ((size, 1, 1),))
+        for a, b, size in zip(left.tolist(), right.tolist(), length.tolist(), strict=True)
+    )
+
+
+def composed(inner: Iterable[Box], outer: Iterable[Box]) -> tuple[Box, ...]:
+    """Pair the right side of `outer` with the right side of `inner`, through their common left.
+
+    `inner` pairs page bytes with canonical bytes, `outer` pairs the same page's bytes with memory;
+    the result pairs memory (left) with canonical bytes (right). Both must cover the bytes that they
+    name once; bytes that only `outer` covers are left out.
+    """
+    page, canonical, size = _by_left(fragments_of(inner))
+    piece, memory, extent = _by_left(fragments_of(outer))
+    cuts = np.unique(np.concatenate((page, page + size, piece, piece + extent)))
+    starts: Ints = cuts[:-1]
+    lengths: Ints = np.diff(cuts)
+    at = np.searchsorted(page, starts, side="right") - 1
+    used = (at >= 0) & (starts < (page + size)[at])
+    starts, lengths, at = starts[used], lengths[used], at[used]
+    under = np.searchsorted(piece, starts, side="right") - 1
+    left: Ints = memory[under] + starts - piece[under]
+    right: Ints = canonical[at] + starts - page[at]
+    return boxes_of(left, right, lengths)
+
+
+def _by_left(fragments: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints]:
+    left, right, length = fragments
+    order = np.argsort(left, kind="stable")
+    return left[order], right[order], length[order]

@@ -247,7 +247,7 @@ def _derive(
     if unknown:
         raise SpecError(f"caches name layers that the layer table lacks: {unknown[:3]}")
     if not grid.is_whole:
-        return tuple(_refuse_group(caches, grid, rank, family, strict) for rank in ranks)
+        return tuple(_refuse_group(layers, caches, grid, rank, family, strict) for rank in ranks)
     for rank in ranks:
         if not 0 <= rank < grid.size:
             raise SpecError(f"rank {rank} is not in a group of tp={grid.tp} x pcp={grid.pcp}")
@@ -278,7 +278,12 @@ def _derive(
 
 
 def _refuse_group(
-    caches: Mapping[str, Any], grid: RankGrid, rank: int, family: Family, strict: bool
+    layers: LayerTable,
+    caches: Mapping[str, Any],
+    grid: RankGrid,
+    rank: int,
+    family: Family,
+    strict: bool,
 ) -> Mappings:
     refusals = tuple(
         Refusal(
@@ -292,7 +297,7 @@ def _refuse_group(
     )
     if strict and refusals:
         raise RefusedError(refusals[0])
-    return Mappings(family, grid, rank, {}, {}, refusals)
+    return Mappings(layers, family, grid, rank, {}, {}, refusals)
 
 
 def _declared(spec: LayerSpec, cache: Any, grid: RankGrid, rank: int) -> CacheView:
@@ -395,6 +400,9 @@ def _assemble(
             )
         carrier[name] = slab[0]
         addressing[name] = opaque_addressing(slab, views)
-        by_layer[name] = opaque_mapping(addressing[name].page_bytes, grid, rank)
+        shards = grid.context_shard(rank, dcp_sharded=layers[name].dcp_sharded).count
+        by_layer[name] = opaque_mapping(
+            addressing[name].page_bytes, grid, rank, views[name].block_size * shards
+        )
     ordered = tuple(refusals[name] for name in layers if name in refusals)
-    return Mappings(family, grid, rank, by_layer, addressing, ordered, carrier)
+    return Mappings(layers, family, grid, rank, by_layer, addressing, ordered, carrier)

@@ -14,6 +14,7 @@ from vkvmap.boxes import Box, folded
 from vkvmap.errors import Refusal
 from vkvmap.grid import RankGrid
 from vkvmap.recognise import PageAddressing
+from vkvmap.spec import LayerTable
 
 Family = Literal["native", "universal"]
 
@@ -76,6 +77,8 @@ class Mappings:
     """One rank's mappings for all its layers, and why some of them are opaque.
 
     Attributes:
+        layers: the model's layer table that they were derived from.
+        family, grid, rank: for which canonical order and which worker.
         by_layer: layer name -> mapping, in model order; every cache layer has one.
         addressing: layer name -> how its page bytes become addresses.
         refusals: why layers are opaque, in model order; empty if all are certified.
@@ -83,6 +86,7 @@ class Mappings:
             of a shared tensor is moved once for all layers in it.
     """
 
+    layers: LayerTable
     family: Family
     grid: RankGrid
     rank: int

@@ -98,7 +98,9 @@ def _reach(name: str, tensor: Any) -> int:
     return reach
 
 
-def opaque_mapping(page_bytes: int, grid: RankGrid, rank: int) -> CanonicalPageMapping:
+def opaque_mapping(
+    page_bytes: int, grid: RankGrid, rank: int, span_tokens: int
+) -> CanonicalPageMapping:
     """The whole page at a rank-private place (DESIGN 2.7)."""
     return CanonicalPageMapping(
         canonical_page_size_bytes=grid.size * page_bytes,
@@ -108,4 +110,5 @@ def opaque_mapping(page_bytes: int, grid: RankGrid, rank: int) -> CanonicalPageM
         writer_index=0,
         parallelism_agnostic=False,
         certified=False,
+        span_tokens=span_tokens,
     )

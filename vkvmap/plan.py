@@ -1,0 +1,374 @@
+"""Plans: everything about a transfer that does not change, packed once.
+
+A plan is made once per registered cache and then called thousands of times a second. It owns the
+descriptor, knows the tensors and the region it was made for, and refuses to run once either is gone
+or has moved. It keeps its tensors alive: memory is never freed under a transfer; close the plan
+before giving the cache's memory back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vkvmap.cache import CacheView, TensorView
+from vkvmap.chunk import ChunkLayout
+from vkvmap.errors import PlanError, StalePlanError
+from vkvmap.mapping import CanonicalPageMapping, Mappings
+from vkvmap.pack import PlacedLayer, pack
+from vkvmap.sections import pages_per_chunk, private_rows, private_section
+from vkvmap.writers import with_writers
+
+if TYPE_CHECKING:
+    from vkvmap.region import Region
+
+STORE, LOAD = 0, 1
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A tensor that a plan was made for, and where it was then."""
+
+    layer: str
+    owner: Any
+    address: int
+
+    def moved(self) -> bool:
+        return hasattr(self.owner, "data_ptr") and self.owner.data_ptr() != self.address
+
+
+class TransferPlan:
+    """The transfers of one rank's cache to and from one region.
+
+    Args:
+        mappings: from `derive_canonical_mappings`.
+        caches: the caches that the mappings were derived for.
+        region: host memory with the sections that `sections_for` names.
+        chunk_tokens: tokens per chunk, one number or one per group; default: one page per chunk.
+        mover: ``"auto"``, ``"kernel"``, ``"copy_engine"`` or ``"host"``.
+        writers: writer policy, see `vkvmap.writers`.
+        engine: the `vkvmap.transfer.Engine` that runs the transfers; default: the process's own.
+
+    Raises:
+        PlanError: mappings, caches and region do not fit; nothing has moved.
+    """
+
+    def __init__(
+        self,
+        mappings: Mappings,
+        caches: Mapping[str, Any],
+        region: Region,
+        *,
+        chunk_tokens: int | Mapping[str, int] | None = None,
+        mover: str = "auto",
+        writers: str = "turns",
+        engine: Any = None,
+    ) -> None:
+        from vkvmap import _C
+        from vkvmap.transfer import default_engine
+
+        _check_caches(mappings, caches)
+        self._arguments = (region, chunk_tokens, mover, writers, engine)
+        self._region = region
+        self._mover = mover
+        self.mappings = with_writers(mappings, writers)
+        tokens = _one_page_each(mappings) if chunk_tokens is None else chunk_tokens
+        self.pages_per_chunk = pages_per_chunk(mappings, tokens)
+        self.groups = tuple(g for g in mappings.layers.groups if g in self.pages_per_chunk)
+        self._group_index = {group: index for index, group in enumerate(self.groups)}
+        self.device = _one_device(caches)
+        layers = self._placed(tokens)
+        self.descriptor: NDArray[np.uint8] = pack(layers, len(self.groups))
+        self._watched = _watched(mappings, caches)
+        self._native = _C.Plan(
+            self.descriptor,
+            _storages(mappings, caches),
+            [(region.address, region.nbytes)],
+            list(mappings.layers),
+        )
+        self._engine = engine if engine is not None else default_engine()
+        self._stale: str | None = None
+        region.hold(self)
+
+    # ---- transfers -----------------------------------------------------------------------------
+
+    def store(
+        self,
+        pairs: Any,
+        *,
+        stream: Any = None,
+        layers: range | None = None,
+        mover: str | None = None,
+    ) -> Any:
+        """Copy cache blocks to canonical pages, asynchronously.
+
+        Args:
+            pairs: ``(block_ids, page_ids)`` for a plan of one group, or group -> such a pair.
+                One-dimensional int64 arrays (numpy, CPU torch, lists); they may be reused at once.
+                A page id is ``chunk_id * pages_per_chunk + page``. Every rank passes all pages; the
+                election decides what each of them moves.
+            stream: the CUDA stream whose pending writes the store must wait for.
+            layers: layer ids to move, default all.
+            mover: overrides the plan's choice for this call.
+
+        Returns:
+            A `Job`.
+
+        Raises:
+            PlanError: an id out of range, a page named twice, unequal lengths; nothing has moved.
+            StalePlanError: the cache or the region is gone or has moved.
+        """
+        return self._submit(STORE, pairs, stream, layers, mover, False, None)
+
+    def load(
+        self,
+        pairs: Any,
+        *,
+        stream: Any = None,
+        layers: range | None = None,
+        expedited: bool = False,
+        progress: NDArray[np.uint32] | None = None,
+        mover: str | None = None,
+    ) -> Any:
+        """Copy canonical pages to cache blocks, asynchronously; arguments as for `store`.
+
+        Args:
+            expedited: go ahead of ordinary loads that have not started.
+            progress: one uint32 per layer of the layer table; an entry becomes 1 as soon as that
+                layer has arrived, so that its attention can start.
+        """
+        return self._submit(LOAD, pairs, stream, layers, mover, expedited, progress)
+
+    def _submit(
+        self,
+        direction: int,
+        pairs: Any,
+        stream: Any,
+        layers: range | None,
+        mover: str | None,
+        expedited: bool,
+        progress: NDArray[np.uint32] | None,
+    ) -> Any:
+        self._check_alive()
+        return self._engine.submit(
+            self._native,
+            direction,
+            self._lists(pairs),
+            stream=stream,
+            layers=_layer_range(layers),
+            expedited=expedited,
+            progress=self._progress(progress),
+            mover=mover or self._mover,
+        )
+
+    def _lists(self, pairs: Any) -> list[tuple[int, Any, Any]]:
+        if not isinstance(pairs, Mapping):
+            if len(self.groups) != 1:
+                raise PlanError(
+                    f"this plan has groups {list(self.groups)}; pass a mapping from group to "
+                    "(block_ids, page_ids)"
+                )
+            pairs = {self.groups[0]: pairs}
+        lists = []
+        for group, (blocks, pages) in pairs.items():
+            if group not in self._group_index:
+                raise PlanError(f"unknown group {group!r}; this plan has {list(self.groups)}")
+            index = self._group_index[group]
+            lists.append((index, _ids(blocks, group, "block"), _ids(pages, group, "page")))
+        return lists
+
+    def _progress(self, progress: NDArray[np.uint32] | None) -> Any:
+        if progress is None:
+            return None
+        if progress.dtype != np.uint32 or progress.shape != (len(self.mappings.layers),):
+            raise PlanError(
+                f"progress has dtype {progress.dtype} and shape {progress.shape}; one uint32 per "
+                f"layer of the layer table is needed ({len(self.mappings.layers)})"
+            )
+        return progress
+
+    # ---- lifetime ------------------------------------------------------------------------------
+
+    def invalidate(self, reason: str) -> None:
+        """Refuse all further transfers, e.g. while an engine sleeps; `rebuild` starts anew."""
+        self._stale = reason
+
+    def rebuild(self, caches: Mapping[str, Any], mappings: Mappings | None = None) -> TransferPlan:
+        """A plan like this one for the cache's new addresses; closes this one.
+
+        Args:
+            caches: the same layers at their new addresses.
+            mappings: mappings derived for `caches`.
+        """
+        from vkvmap.derive import derive_canonical_mappings
+
+        old = self.mappings
+        fresh = mappings or derive_canonical_mappings(
+            old.layers, caches, old.grid, old.rank, family=old.family
+        )
+        region, chunk_tokens, mover, writers, engine = self._arguments
+        self.close()
+        return TransferPlan(
+            fresh,
+            caches,
+            region,
+            chunk_tokens=chunk_tokens,
+            mover=mover,
+            writers=writers,
+            engine=engine,
+        )
+
+    def close(self) -> None:
+        """Wait for this plan's transfers and let go of cache and region. Idempotent."""
+        if self._stale != "it is closed":
+            self._engine.drain(self._native)
+            self._stale = "it is closed"
+            self._region.release(self)
+            self._watched = ()
+
+    def __enter__(self) -> TransferPlan:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check_alive(self) -> None:
+        if self._stale is not None:
+            raise StalePlanError(f"the plan refuses to run: {self._stale}; make a new one")
+        if not self._region.alive:
+            raise StalePlanError("the region of this plan is closed; make a new plan")
+        for watched in self._watched:
+            if watched.moved():
+                raise StalePlanError(
+                    f"layer {watched.layer!r}: its cache moved or was freed since the plan was "
+                    "made; call plan.rebuild(caches)"
+                )
+
+    # ---- packing -------------------------------------------------------------------------------
+
+    def _placed(self, chunk_tokens: int | Mapping[str, int]) -> list[PlacedLayer]:
+        mappings = self.mappings
+        chunks = ChunkLayout.of(mappings.layers, chunk_tokens)
+        private = private_rows(mappings, self.pages_per_chunk)
+        placed = []
+        for layer_id, name in enumerate(mappings.layers):
+            if name not in mappings.by_layer or mappings.carrier[name] != name:
+                continue
+            group = mappings.layers[name].group
+            mapping = mappings.by_layer[name]
+            if mapping.certified:
+                section, offset = self._section(group, chunks[group].payload_bytes), 0
+                offset = chunks[group].offsets[name]
+            else:
+                offsets, payload = private[group]
+                section, offset = self._section(private_section(group), payload), offsets[name]
+            placed.append(self._place(layer_id, name, mapping, section, offset))
+        return placed
+
+    def _section(self, name: str, payload_bytes: int) -> Any:
+        section = self._region.section(name)
+        if section.payload_bytes != payload_bytes:
+            raise PlanError(
+                f"section {name!r} of the region has rows of {section.payload_bytes} bytes, chunks "
+                f"of this model need {payload_bytes}; make the region from sections_for(...)"
+            )
+        return section
+
+    def _place(
+        self, layer_id: int, name: str, mapping: CanonicalPageMapping, section: Any, offset: int
+    ) -> PlacedLayer:
+        group = self.mappings.layers[name].group
+        return PlacedLayer(
+            layer_id=layer_id,
+            group=self._group_index[group],
+            load_runs=mapping.runs,
+            store_runs=mapping.effective_store_runs,
+            num_writers=mapping.num_writers,
+            writer_index=mapping.writer_index,
+            addressing=self.mappings.addressing[name],
+            host_base=section.address + offset,
+            host_row_stride=section.row_stride,
+            host_page_stride=mapping.canonical_page_size_bytes,
+            pages_per_row=self.pages_per_chunk[group],
+            num_rows=section.num_rows,
+        )
+
+
+def _one_page_each(mappings: Mappings) -> dict[str, int]:
+    spans: dict[str, int] = {}
+    for name, mapping in mappings.by_layer.items():
+        group = mappings.layers[name].group
+        spans[group] = max(spans.get(group, 0), mapping.span_tokens)
+    return spans
+
+
+def _check_caches(mappings: Mappings, caches: Mapping[str, Any]) -> None:
+    if not mappings.by_layer:
+        why = f": {mappings.refusals[0]}" if mappings.refusals else ""
+        raise PlanError(f"there is nothing to plan, the mappings are empty{why}")
+    for name in mappings.by_layer:
+        if name not in caches:
+            raise PlanError(f"layer {name!r} has a mapping but no cache; pass the same caches")
+    for name, cache in caches.items():
+        address = _tensors(cache)[0].address
+        known = mappings.addressing.get(name)
+        if known is None or (mappings.carrier[name] == name and known.base > address):
+            raise PlanError(f"layer {name!r}: the mappings were derived for another cache")
+        if mappings.by_layer[name].certified and known.base != address:
+            raise PlanError(
+                f"layer {name!r}: the mappings were derived for a cache at another address; derive "
+                "again for this one"
+            )
+
+
+def _tensors(cache: Any) -> Sequence[TensorView]:
+    return cache.tensors if isinstance(cache, CacheView) else (TensorView.of(cache),)
+
+
+def _one_device(caches: Mapping[str, Any]) -> str:
+    devices = {tensor.device for cache in caches.values() for tensor in _tensors(cache)}
+    if len(devices) != 1:
+        raise PlanError(f"the caches are on {sorted(devices)}; a plan serves one device")
+    return devices.pop()
+
+
+def _storages(mappings: Mappings, caches: Mapping[str, Any]) -> list[tuple[int, int]]:
+    return sorted(
+        {tensor.storage for name in mappings.by_layer for tensor in _tensors(caches[name])}
+    )
+
+
+def _watched(mappings: Mappings, caches: Mapping[str, Any]) -> tuple[_Watched, ...]:
+    return tuple(
+        _Watched(name, tensor.owner, tensor.address)
+        for name in mappings.by_layer
+        for tensor in _tensors(caches[name])
+    )
+
+
+def _layer_range(layers: range | None) -> tuple[int, int] | None:
+    if layers is None:
+        return None
+    if layers.step != 1:
+        raise PlanError(f"layers={layers}: a range with step 1 of layer ids is needed")
+    return layers.start, layers.stop
+
+
+def _ids(values: Any, group: str, what: str) -> NDArray[np.int64]:
+    if hasattr(values, "data_ptr"):
+        if str(values.device) != "cpu":
+            raise PlanError(f"group {group!r}: {what} ids are on {values.device}; pass them on CPU")
+        values = values.numpy()
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise PlanError(
+            f"group {group!r}: {what} ids have shape {array.shape} and dtype {array.dtype}; a "
+            "one-dimensional integer array is needed"
+        )
+    if array.dtype == np.uint64 and array.size and int(array.max()) > np.iinfo(np.int64).max:
+        raise PlanError(f"group {group!r}: {what} id {int(array.max())} does not fit 63 bits")
+    return np.ascontiguousarray(array, dtype=np.int64)

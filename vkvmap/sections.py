@@ -1,0 +1,97 @@
+"""What a region must hold for a model: sections of canonical rows, and private ones.
+
+A group's canonical rows have one length under every configuration. Opaque pages never lie in them;
+they get rows of their own, which hold every rank's bytes and mean nothing to another configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vkvmap.chunk import ChunkLayout
+from vkvmap.errors import PlanError
+from vkvmap.mapping import Mappings
+from vkvmap.region import Section
+
+
+def private_section(group: str) -> str:
+    """Name of the section that holds a group's opaque pages."""
+    return f"{group}/private"
+
+
+def pages_per_chunk(mappings: Mappings, chunk_tokens: int | Mapping[str, int]) -> dict[str, int]:
+    """Canonical pages per chunk of each group that this rank has layers of.
+
+    Raises PlanError where layers of a group disagree, or where a chunk is not whole pages.
+    """
+    pages: dict[str, int] = {}
+    decided_by: dict[str, str] = {}
+    for name, mapping in mappings.by_layer.items():
+        spec = mappings.layers[name]
+        tokens = chunk_tokens if isinstance(chunk_tokens, int) else chunk_tokens.get(spec.group, 0)
+        if not spec.has_tokens or not mapping.span_tokens:
+            continue
+        if tokens < 1 or tokens % mapping.span_tokens:
+            raise PlanError(
+                f"layer {name!r}: a chunk of {tokens} tokens is not a whole number of pages of "
+                f"{mapping.span_tokens} tokens; choose chunk_tokens as a multiple of the span"
+            )
+        count = tokens // mapping.span_tokens
+        if pages.setdefault(spec.group, count) != count:
+            raise PlanError(
+                f"layer {name!r}: {count} pages per chunk, layer {decided_by[spec.group]!r} of the "
+                f"same group has {pages[spec.group]}; layers of one group share their block lists, "
+                "so give layers with another block size a group of their own"
+            )
+        decided_by.setdefault(spec.group, name)
+    for name in mappings.by_layer:
+        group = mappings.layers[name].group
+        if not mappings.layers[name].has_tokens and mappings.layers[name].described:
+            if group in pages:
+                raise PlanError(
+                    f"layer {name!r} keeps one state per chunk, layer {decided_by.get(group)!r} of "
+                    f"group {group!r} keeps pages; give state layers a group of their own"
+                )
+    for name in mappings.by_layer:
+        pages.setdefault(mappings.layers[name].group, 1)
+    return pages
+
+
+def sections_for(
+    mappings: Mappings, chunk_tokens: int | Mapping[str, int], num_chunks: int | Mapping[str, int]
+) -> list[Section]:
+    """The sections that a region needs for these mappings; the same on every rank of the group.
+
+    One section of canonical rows per group, as long under every configuration, and one of private
+    rows for each group with opaque layers.
+    """
+    pages = pages_per_chunk(mappings, chunk_tokens)
+    chunks = ChunkLayout.of(mappings.layers, chunk_tokens)
+    private = private_rows(mappings, pages)
+    sections = []
+    for group in mappings.layers.groups:
+        count = num_chunks if isinstance(num_chunks, int) else num_chunks.get(group, 0)
+        if chunks[group].payload_bytes:
+            sections.append(Section(group, count, chunks[group].payload_bytes))
+        if group in private:
+            payload = private[group][1]
+            sections.append(Section(private_section(group), count, payload, private=True))
+    return sections
+
+
+def private_rows(
+    mappings: Mappings, pages: Mapping[str, int]
+) -> dict[str, tuple[dict[str, int], int]]:
+    """Group -> (carrier layer -> offset in the private row, bytes of the row).
+
+    Only groups with opaque layers; a carrier's pages follow each other as canonical pages do.
+    """
+    rows: dict[str, tuple[dict[str, int], int]] = {}
+    for name, mapping in mappings.by_layer.items():
+        if mapping.certified or mappings.carrier[name] != name:
+            continue
+        group = mappings.layers[name].group
+        offsets, cursor = rows.setdefault(group, ({}, 0))
+        offsets[name] = cursor
+        rows[group] = (offsets, cursor + pages[group] * mapping.canonical_page_size_bytes)
+    return rows
