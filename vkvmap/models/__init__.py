@@ -23,6 +23,7 @@ from typing import Any
 from vkvmap.models.config import KV_DTYPES, Config, KvDtype, ModelError
 from vkvmap.models.families import FAMILIES
 from vkvmap.models.presets import PRESETS, Preset
+from vkvmap.nearest import nearest
 from vkvmap.spec import LayerTable
 
 __all__ = [
@@ -129,8 +130,8 @@ def _language_model(values: dict[str, Any]) -> dict[str, Any]:
 
 def _unknown(family: Any) -> ModelError:
     known = ", ".join(sorted(FAMILIES))
-    close = difflib.get_close_matches(str(family), FAMILIES, n=1, cutoff=0.6)
-    hint = f" (nearest: {close[0]!r})" if close else ""
+    close = nearest(str(family), FAMILIES, cutoff=0.6)
+    hint = f" (nearest: {close!r})" if close else ""
     fields = ("num_hidden_layers", "num_key_value_heads", "head_dim")
     return ModelError(
         f"model_type {family!r} is not known{hint}. If its layers are plain attention, read it as "
@@ -147,6 +148,6 @@ def _kv_dtype(name: str, values: Mapping[str, Any]) -> KvDtype:
         chosen = str(model_dtype).removeprefix("torch.")
     if chosen in KV_DTYPES:
         return KV_DTYPES[chosen]
-    close = difflib.get_close_matches(chosen, KV_DTYPES, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    close = nearest(chosen, KV_DTYPES)
+    hint = f"; did you mean {close!r}?" if close else ""
     raise ModelError(f"kv dtype {chosen!r} is not one of auto, {', '.join(KV_DTYPES)}{hint}")

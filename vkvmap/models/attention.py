@@ -6,11 +6,11 @@ are freed when the others are not.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from vkvmap.models.config import Config, ModelError
+from vkvmap.nearest import nearest
 from vkvmap.spec import LayerSpec
 
 FULL = "full"
@@ -92,8 +92,8 @@ def span_of_type(c: Config, kind: str) -> Span:
     if kind in _STATE_TYPES:
         return Span(STATE)
     known = sorted(_FULL_TYPES | _STATE_TYPES | {"sliding_attention", "chunked_attention"})
-    close = difflib.get_close_matches(kind, known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    close = nearest(kind, known)
+    hint = f"; did you mean {close!r}?" if close else ""
     raise ModelError(
         f"layer_types has {kind!r}, known are {', '.join(known)}{hint}", ["layer_types"]
     )
