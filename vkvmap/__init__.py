@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from vkvmap._version import __version__
 
+# Bound at once: loading the module of the same name later would bind the name to the module.
+from vkvmap.certify import certify
+
 if TYPE_CHECKING:
     from vkvmap.cache import CacheView, TensorView
-    from vkvmap.certify import certify
     from vkvmap.derive import derive_canonical_mappings, derive_group
     from vkvmap.errors import Refusal, VkvmapError
     from vkvmap.grid import RankGrid
@@ -45,7 +47,6 @@ _HOME = {
     "TensorView": "cache",
     "TransferPlan": "plan",
     "VkvmapError": "errors",
-    "certify": "certify",
     "derive_canonical_mappings": "derive",
     "derive_group": "derive",
     "detect_layout": "recognise",
