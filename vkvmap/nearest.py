@@ -12,8 +12,8 @@ def nearest(word: str, choices: Iterable[str], *, cutoff: float = 0.4) -> str:
     A choice of the same letters comes first (``dpc`` is ``dcp``), then the most similar.
     """
     known = list(choices)
-    for choice in known:
-        if sorted(choice) == sorted(word):
-            return choice
+    same = [choice for choice in known if sorted(choice) == sorted(word)]
+    if same:
+        return max(same, key=lambda choice: sum(map(str.__eq__, choice, word)))
     close = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return close[0] if close else ""
