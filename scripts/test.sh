@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# test.sh [LANE ...]: set everything up and run the tests; all lanes if none is named.
+#
+#   lint        ruff, mypy
+#   core        unit and property tests
+#   sanitizers  native tests under AddressSanitizer + UndefinedBehaviorSanitizer, ThreadSanitizer
+#   cuda        the CUDA kernel without a GPU: compiled, disassembled, simulated (needs nvcc)
+#   store       crash, corruption and concurrency tests of the store
+#   fuzz        short runs of the fuzzers
+#   packaging   sdist and wheel, installed in fresh environments
+#   vllm        the real engine on the CPU, in an environment of its own
+#
+# A lane that cannot run fails; it is never skipped. Longer runs: docs/testing.md.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+venv=${VKVMAP_VENV:-.venv}
+all=(lint core sanitizers cuda store fuzz packaging vllm)
+
+lane_lint() {
+  "$venv/bin/ruff" check . && "$venv/bin/ruff" format --check . && "$venv/bin/mypy"
+}
+lane_core() {
+  "$venv/bin/python" -m pytest -q -n "${VKVMAP_JOBS:-2}" tests \
+    -m "not cuda and not store and not fuzz and not packaging and not vllm"
+}
+lane_sanitizers() { tests/native/run_sanitizers.sh; }
+lane_cuda() { VKVMAP_TEST_CUDA=1 "$venv/bin/python" -m pytest -q -n "${VKVMAP_JOBS:-2}" tests -m cuda; }
+lane_store() { "$venv/bin/python" -m pytest -q -n "${VKVMAP_JOBS:-2}" tests -m store; }
+lane_fuzz() { "$venv/bin/python" -m pytest -q tests -m fuzz; }
+lane_packaging() { "$venv/bin/python" -m pytest -q tests -m packaging; }
+lane_vllm() { tests/vllm/run.sh; }
+
+[ $# -gt 0 ] || set -- "${all[@]}"
+for lane in "$@"; do
+  declare -F "lane_$lane" >/dev/null || {
+    echo "test.sh: unknown lane '$lane'; lanes: ${all[*]}" >&2
+    exit 2
+  }
+done
+
+scripts/setup.sh "$venv" || exit
+failed=()
+for lane in "$@"; do
+  echo "== $lane"
+  start=$SECONDS
+  "lane_$lane" || failed+=("$lane")
+  echo "== $lane: $((SECONDS - start)) s"
+done
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "test.sh: failed lanes: ${failed[*]}" >&2
+  exit 1
+fi
+echo "test.sh: all lanes passed: $*"
