@@ -6,6 +6,7 @@
 // that cannot carry a page says so in the report; it never throws for that, and never stops the rest.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -40,6 +41,25 @@ struct Transfer {
   std::shared_ptr<void> state;   // of prepare()
   std::shared_ptr<void> ticket;  // of admit()
 };
+
+// Calls use(list, layer, first_pair, last_pair) for each stretch of one layer's pairs among the
+// units [first, last), in order; `layer` counts from the list's first_layer.
+template <typename Use>
+void for_each_stretch(const Transfer& transfer, uint64_t first, uint64_t last, Use use) {
+  for (const WorkList& list : transfer.lists) {
+    const uint64_t end = list.first_unit + list.num_layers * list.num_pairs;
+    if (end <= first) continue;
+    if (list.first_unit >= last) break;
+    while (first < end && first < last) {
+      const uint64_t unit = first - list.first_unit;
+      const uint64_t layer = unit / list.num_pairs;
+      const uint64_t pair = unit - layer * list.num_pairs;
+      const uint64_t length = std::min(list.num_pairs - pair, last - first);
+      use(list, static_cast<uint32_t>(layer), pair, pair + length);
+      first += length;
+    }
+  }
+}
 
 struct PageFailure {
   uint32_t layer_id;

@@ -1,0 +1,371 @@
+"""Jobs: transfers that run on an engine's threads while the caller goes on.
+
+`Engine` owns the threads and the three lanes (``"store"``, ``"load"``, ``"expedited"``); all its work
+is native (csrc/engine.h has the contract), this file adds names, defaults and metrics.
+
+What must stay true:
+
+1. `Engine.submit` never waits for a transfer; ids and arrays may be reused as soon as it returns;
+2. jobs that touch one canonical page or one cache block run in the order of their submission when
+   one of them writes it; all others overlap freely;
+3. nothing runs on the caller's thread unasked: callbacks run on a thread of the engine's own;
+4. an engine belongs to the process that made it. After ``fork`` it refuses to be used, and
+   `default_engine` makes the child its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from vkvmap import _C
+from vkvmap.errors import TransferError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+LANES = ("store", "load", "expedited")
+DIRECTIONS = ("store", "load")
+
+
+class Job:
+    """One submitted transfer. Equal jobs are the same transfer."""
+
+    __slots__ = ("_engine", "_native")
+
+    def __init__(self, native: _C.Job, engine: Engine) -> None:
+        self._native = native
+        self._engine = engine
+
+    @property
+    def id(self) -> int:
+        """Ascends with submission within an engine."""
+        return self._native.id
+
+    @property
+    def tag(self) -> int:
+        """What the submitter gave it."""
+        return self._native.tag
+
+    @property
+    def lane(self) -> str:
+        return self._native.lane
+
+    @property
+    def direction(self) -> str:
+        return DIRECTIONS[self._native.direction]
+
+    @property
+    def mover(self) -> str:
+        """What carries the bytes: ``"host"``, ``"kernel"`` or ``"copy_engine"``."""
+        return self._native.mover
+
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way. Never blocks."""
+        return self._native.done()
+
+    query = done
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait up to `timeout` seconds (None: without limit); True once the job has ended."""
+        return self._native.wait(timeout)
+
+    def result(self) -> dict[str, Any]:
+        """What became of a job that is done.
+
+        Returns:
+            ``bytes``, ``fragments``, ``pages`` (layer pages moved), ``mover``, ``queue_s`` and
+            ``copy_s`` (seconds), ``cancelled``, ``error`` (None, or a sentence), ``failed_pages``
+            and ``failed``: the first of them as (layer, block, page, reason).
+
+        Raises:
+            RuntimeError: it is not done yet.
+        """
+        return self._native.result()
+
+    def check(self, timeout: float | None = None) -> dict[str, Any]:
+        """Wait for the job and return its `result`.
+
+        Raises:
+            TransferError: pages failed, the job was cancelled, or the time ran out.
+        """
+        if not self._native.wait(timeout):
+            raise TransferError(f"{self!r} is not done after {timeout} s; wait longer")
+        result = self._native.result()
+        if result["error"] is not None:
+            raise TransferError(f"{self!r}: {result['error']}")
+        return result
+
+    def cancel(self) -> bool:
+        """Drop the job if it has not begun. False if it has; it then runs to its end.
+
+        A cancelled job that waits for an earlier one is done only when that one is.
+        """
+        return self._native.cancel()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Job) and self._native is other._native
+
+    def __hash__(self) -> int:
+        return hash(self._native)
+
+    def __repr__(self) -> str:
+        return f"<{self.lane} job {self.id}>"
+
+
+class Engine:
+    """Runs transfers. Make one per process and keep it; `default_engine` is the usual one.
+
+    Args:
+        threads: copying threads of the host mover, started at the first transfer. Default:
+            ``VKVMAP_THREADS``, or else half of the cores that this process may use, 1 to 4.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._native = _C.Engine(_default_threads() if threads is None else threads)
+        self._callbacks = _Callbacks(self)
+        self._range = _nvtx_ranges()
+        self.choose_mover: Callable[[_C.Plan, int], str] = _host
+        """Names the mover of a transfer that leaves it to ``"auto"``."""
+
+    @property
+    def threads(self) -> int:
+        return self._native.threads
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs that have not ended."""
+        return self._native.in_flight
+
+    def submit(
+        self,
+        plan: _C.Plan,
+        direction: int,
+        groups: Sequence[tuple[int, NDArray[np.int64], NDArray[np.int64]]],
+        *,
+        stream: Any = None,
+        layers: tuple[int, int] | None = None,
+        expedited: bool = False,
+        progress: NDArray[np.uint32] | int | None = None,
+        progress_value: int = 1,
+        mover: str = "auto",
+        tag: int = 0,
+        report: bool = True,
+        keep: object = None,
+        callback: Callable[[Job], object] | None = None,
+    ) -> Job:
+        """Queue one transfer.
+
+        Args:
+            plan: what to move; see `vkvmap.plan.TransferPlan`.
+            direction: 0 store, 1 load.
+            groups: per layer group (index, block ids, canonical page ids): contiguous
+                one-dimensional int64 arrays of equal length, copied before this returns.
+            stream: CUDA stream (handle, or object with ``cuda_stream``) whose queued work the
+                transfer has to wait for.
+            layers: layer ids [first, end) to move; None: all.
+            expedited: a load that goes ahead of everything else.
+            progress: uint32 array by layer id (or its address); a layer's word becomes
+                `progress_value` once its last byte is in place.
+            mover: ``"auto"``, ``"host"``, ``"kernel"`` or ``"copy_engine"``.
+            tag: any number of the caller's.
+            report: list the job in `finished`.
+            keep: an object to hold on to until the last byte has moved.
+            callback: called with the job when it has ended, on the engine's callback thread.
+
+        Raises:
+            ValueError: an id, length, group or mover that cannot be; nothing has moved.
+            TypeError: not an int64 array.
+            RuntimeError: the engine has been shut down, or belongs to the parent process.
+        """
+        chosen = self.choose_mover(plan, direction) if mover == "auto" else mover
+        with self._range(DIRECTIONS[direction]):
+            native = self._native.submit(
+                plan,
+                direction,
+                groups if isinstance(groups, list) else list(groups),
+                expedited=expedited,
+                layers=layers,
+                progress=progress,
+                progress_value=progress_value,
+                tag=tag,
+                mover=chosen,
+                stream=_stream_handle(stream),
+                report=report,
+                notify=callback is not None,
+                keep=keep,
+            )
+        job = Job(native, self)
+        if callback is not None:
+            self._callbacks.add(job, callback)
+        return job
+
+    def finished(self, lane: str) -> list[Job]:
+        """Jobs of a lane that have ended since the last call, in the order of their submission.
+
+        A job is held back while an earlier one of its lane is unfinished. Never blocks.
+        """
+        return [Job(native, self) for native in self._native.finished(lane)]
+
+    def drain(self, plan: _C.Plan, timeout: float | None = None) -> bool:
+        """Wait until no job of `plan` is queued or running; False if time ran out."""
+        return self._native.drain(plan, timeout)
+
+    def cancel_pending(self) -> int:
+        """Cancel every job that has not begun; returns how many."""
+        return self._native.cancel_pending()
+
+    def shutdown(self, *, drain: bool = True, timeout: float | None = None) -> bool:
+        """Refuse new transfers and end the queued ones: carried out, or else cancelled.
+
+        Returns False if they had not ended within `timeout` seconds; call again to go on. Without
+        `drain`, jobs that run stop at their next slice.
+        """
+        ended = self._native.shutdown(drain, timeout)
+        if ended:
+            self._callbacks.close()
+        return ended
+
+    def stall(self, lanes: Iterable[str] = LANES) -> None:
+        """Hold lanes back, for tests of what happens meanwhile."""
+        self._native.stall(list(lanes))
+
+    def resume(self) -> None:
+        """Let all lanes go on."""
+        self._native.resume()
+
+    def inject_fault(self, direction: int, layer_id: int, page: int, why: str) -> None:
+        """Make every transfer of one page fail, for tests of what the others do."""
+        self._native.inject_fault(direction, layer_id, page, why)
+
+    def clear_faults(self) -> None:
+        self._native.clear_faults()
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters so far.
+
+        Returns:
+            ``in_flight``, ``threads``, ``reports_dropped``, and ``transfers``: (direction, mover) ->
+            ``submitted``, ``finished``, ``failed``, ``cancelled`` (jobs), ``bytes``, ``pages``,
+            ``fragments``, ``failed_pages``, and ``queue`` and ``copy``: ``counts`` per power of two
+            of microseconds and ``sum_s``.
+        """
+        return {
+            "in_flight": self._native.in_flight,
+            "threads": self._native.threads,
+            "reports_dropped": self._native.reports_dropped(),
+            "transfers": self._native.counters(),
+        }
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+
+class _Callbacks:
+    """The thread that calls back, started for the first job that asks for it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._native = engine._native
+        self._lock = threading.Lock()
+        self._waiting: dict[int, tuple[Job, Callable[[Job], object]]] = {}
+        self._early: set[int] = set()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, job: Job, callback: Callable[[Job], object]) -> None:
+        with self._lock:
+            self._waiting[job.id] = (job, callback)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="vkvmap-callbacks", daemon=True
+                )
+                self._thread.start()
+
+    def close(self) -> None:
+        """Call back for everything that has ended, then end the thread."""
+        self._closed = True
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            closed = self._closed
+            for native in self._native.wait_notified(0.0 if closed else 0.2):
+                self._early.add(native.id)
+            with self._lock:
+                ready = [self._waiting.pop(id) for id in sorted(self._early & set(self._waiting))]
+            for job, callback in ready:
+                self._early.discard(job.id)
+                try:
+                    callback(job)
+                except Exception:
+                    logger.exception("the callback of %r raised", job)
+            if closed and not ready:
+                return
+
+
+_default: Engine | None = None
+_default_pid = 0
+_default_lock = threading.Lock()
+
+
+def default_engine() -> Engine:
+    """The engine of this process, made at the first call; a forked child gets its own."""
+    global _default, _default_pid
+    if _default is not None and _default_pid == os.getpid():
+        return _default
+    with _default_lock:
+        if _default is None or _default_pid != os.getpid():
+            _default, _default_pid = Engine(), os.getpid()
+        return _default
+
+
+def _forget_lock() -> None:
+    # The child's copy may be held by a thread that the child does not have.
+    global _default_lock
+    _default_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)
+
+
+def _default_threads() -> int:
+    told = os.environ.get("VKVMAP_THREADS")
+    if told is not None:
+        if not told.isdigit() or int(told) < 1:
+            raise ValueError(f"VKVMAP_THREADS={told!r} is not a number of threads; give 1 or more")
+        return int(told)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(4, (cores or 1) // 2))
+
+
+def _host(plan: _C.Plan, direction: int) -> str:
+    return "host"
+
+
+def _stream_handle(stream: Any) -> int:
+    if stream is None:
+        return 0
+    return int(getattr(stream, "cuda_stream", stream))
+
+
+def _nvtx_ranges() -> Callable[[str], AbstractContextManager[Any]]:
+    """Ranges named ``vkvmap.store`` and ``vkvmap.load`` where the nvtx package is installed."""
+    if importlib.util.find_spec("nvtx") is None:
+        nothing = nullcontext()
+        return lambda direction: nothing
+    import nvtx
+
+    return lambda direction: nvtx.annotate(f"vkvmap.{direction}", domain="vkvmap")
