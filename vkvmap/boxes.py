@@ -75,17 +75,32 @@ def coalesced(box: Box) -> Box:
 
 
 def folded(boxes: Iterable[Box]) -> tuple[Box, ...]:
-    """The same byte pairs in fewer boxes: arithmetic progressions of equal boxes become a level.
+    """The same byte pairs in fewer boxes.
 
-    Greedy over the given order, repeated until nothing folds; boxes that come from one nest of
-    loops fold back into it.
+    Neighbours whose fragments touch on both sides become one, and arithmetic progressions of equal
+    boxes become a level. Greedy over the given order, repeated until nothing changes; boxes that
+    come from one nest of loops fold back into it.
     """
     current = [coalesced(box) for box in boxes]
     while True:
-        merged = _fold_once(current)
+        merged = _fold_once(_join_once(current))
         if len(merged) == len(current):
             return tuple(merged)
         current = merged
+
+
+def _join_once(boxes: Sequence[Box]) -> list[Box]:
+    joined: list[Box] = []
+    for box in boxes:
+        if joined:
+            last = joined[-1]
+            gap = (box.left - last.left, box.right - last.right)
+            if gap == (last.fragment, last.fragment) and box.strided == last.strided:
+                longer = (last.fragment + box.fragment, 1, 1)
+                joined[-1] = coalesced(Box(last.left, last.right, (longer, *last.strided)))
+                continue
+        joined.append(box)
+    return joined
 
 
 def _fold_once(boxes: Sequence[Box]) -> list[Box]:
@@ -173,6 +188,8 @@ def composed(inner: Iterable[Box], outer: Iterable[Box]) -> tuple[Box, ...]:
     """
     page, canonical, size = _by_left(fragments_of(inner))
     piece, memory, extent = _by_left(fragments_of(outer))
+    if not page.size:
+        return ()
     cuts = np.unique(np.concatenate((page, page + size, piece, piece + extent)))
     starts: Ints = cuts[:-1]
     lengths: Ints = np.diff(cuts)

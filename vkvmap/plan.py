@@ -25,6 +25,7 @@ from vkvmap.writers import with_writers
 
 if TYPE_CHECKING:
     from vkvmap.region import Region
+    from vkvmap.transfer import Engine, Job
 
 STORE, LOAD = 0, 1
 
@@ -66,7 +67,7 @@ class TransferPlan:
         chunk_tokens: int | Mapping[str, int] | None = None,
         mover: str = "auto",
         writers: str = "turns",
-        engine: Any = None,
+        engine: Engine | None = None,
     ) -> None:
         from vkvmap import _C
         from vkvmap.transfer import default_engine
@@ -133,7 +134,7 @@ class TransferPlan:
         expedited: bool = False,
         progress: NDArray[np.uint32] | None = None,
         mover: str | None = None,
-    ) -> Any:
+    ) -> Job:
         """Copy canonical pages to cache blocks, asynchronously; arguments as for `store`.
 
         Args:
@@ -152,18 +153,21 @@ class TransferPlan:
         mover: str | None,
         expedited: bool,
         progress: NDArray[np.uint32] | None,
-    ) -> Any:
+    ) -> Job:
         self._check_alive()
-        return self._engine.submit(
-            self._native,
-            direction,
-            self._lists(pairs),
-            stream=stream,
-            layers=_layer_range(layers),
-            expedited=expedited,
-            progress=self._progress(progress),
-            mover=mover or self._mover,
-        )
+        try:
+            return self._engine.submit(
+                self._native,
+                direction,
+                self._lists(pairs),
+                stream=stream,
+                layers=_layer_range(layers),
+                expedited=expedited,
+                progress=self._progress(progress),
+                mover=mover or self._mover,
+            )
+        except ValueError as error:
+            raise PlanError(str(error)) from None
 
     def _lists(self, pairs: Any) -> list[tuple[int, Any, Any]]:
         if not isinstance(pairs, Mapping):
@@ -314,11 +318,11 @@ def _check_caches(mappings: Mappings, caches: Mapping[str, Any]) -> None:
         if name not in caches:
             raise PlanError(f"layer {name!r} has a mapping but no cache; pass the same caches")
     for name, cache in caches.items():
-        address = _tensors(cache)[0].address
         known = mappings.addressing.get(name)
-        if known is None or (mappings.carrier[name] == name and known.base > address):
-            raise PlanError(f"layer {name!r}: the mappings were derived for another cache")
-        if mappings.by_layer[name].certified and known.base != address:
+        address = _tensors(cache)[0].address
+        # An opaque row begins at its lowest layer, which may be another one.
+        shared = known is not None and not mappings.by_layer[name].certified
+        if known is None or (known.base > address if shared else known.base != address):
             raise PlanError(
                 f"layer {name!r}: the mappings were derived for a cache at another address; derive "
                 "again for this one"
