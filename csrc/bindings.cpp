@@ -12,6 +12,7 @@
 #include "engine.h"
 #include "fastdiv.h"
 #include "host_copy.h"
+#include "host_mover.h"
 #include "mover.h"
 #include "validate.h"
 
@@ -399,6 +400,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("instruction_sets", &instruction_sets);
   module.def("instruction_set", &instruction_set);
   module.def("set_instruction_set", &set_instruction_set, py::arg("name"));
+  module.def("host_streaming_bytes", &host_streaming_bytes);
+  module.def("set_host_streaming_bytes", &set_host_streaming_bytes, py::arg("bytes"));
   module.attr("HISTOGRAM_BUCKETS") = TimeHistogram::kBuckets;
 
   // Caches are freed while the interpreter ends; nothing may be copied to or from them then.

@@ -7,10 +7,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <vector>
 
 #include "host_copy.h"
+#include "host_mover.h"
 #include "host_program.h"
 #include "mover.h"
 #include "tile.h"
@@ -24,14 +26,16 @@ constexpr uint64_t kGatherAhead = 1024;
 constexpr uint64_t kScatterAhead = 2048;
 
 // From here on a transfer's bytes are taken to be in no cache.
-uint64_t streaming_threshold() {
-  static const uint64_t bytes = [] {
-    long cache = -1;
+uint64_t default_streaming_bytes() {
+  long cache = -1;
 #ifdef _SC_LEVEL3_CACHE_SIZE
-    cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
 #endif
-    return cache > 0 ? static_cast<uint64_t>(cache) / 4 : uint64_t{8} << 20;
-  }();
+  return cache > 0 ? static_cast<uint64_t>(cache) / 4 : uint64_t{8} << 20;
+}
+
+std::atomic<uint64_t>& streaming_threshold() {
+  static std::atomic<uint64_t> bytes{default_streaming_bytes()};
   return bytes;
 }
 
@@ -55,7 +59,7 @@ class HostMover : public Mover {
   void move(const Transfer& transfer, uint64_t first, uint64_t last, MoveReport& report) override {
     const HostProgram& program = *static_cast<const HostProgram*>(transfer.state.get());
     const Plan& plan = *transfer.plan;
-    const bool stream = transfer.bytes >= streaming_threshold();
+    const bool stream = transfer.bytes >= streaming_threshold().load();
     std::vector<Step> steps;
     for_each_stretch(
         transfer, first, last,
@@ -130,5 +134,9 @@ Mover* host_mover() {
   static auto* mover = new HostMover;
   return mover;
 }
+
+uint64_t host_streaming_bytes() { return streaming_threshold().load(); }
+
+void set_host_streaming_bytes(uint64_t bytes) { streaming_threshold().store(bytes); }
 
 }  // namespace vkvmap

@@ -2,9 +2,10 @@
 
 #include <stdexcept>
 
+#include "host_mover.h"
+
 namespace vkvmap {
 
-Mover* host_mover();  // host_mover.cpp
 #ifdef VKVMAP_WITH_CUDA
 void register_cuda_movers(std::vector<Mover*>& movers);
 #endif

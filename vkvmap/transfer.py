@@ -1,7 +1,7 @@
 """Jobs: transfers that run on an engine's threads while the caller goes on.
 
-`Engine` owns the threads and the three lanes (``"store"``, ``"load"``, ``"expedited"``); all its work
-is native (csrc/engine.h has the contract), this file adds names, defaults and metrics.
+`Engine` owns the threads and the three lanes (``"store"``, ``"load"``, ``"expedited"``); all its
+work is native (csrc/engine.h has the contract), this file adds names, defaults and callbacks.
 
 What must stay true:
 
@@ -15,6 +15,7 @@ What must stay true:
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -24,7 +25,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from vkvmap import _C
-from vkvmap.errors import TransferError
+from vkvmap.errors import PlanError, TransferError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -182,27 +183,30 @@ class Engine:
             callback: called with the job when it has ended, on the engine's callback thread.
 
         Raises:
-            ValueError: an id, length, group or mover that cannot be; nothing has moved.
+            PlanError: an id, length, group or mover that cannot be; nothing has moved.
             TypeError: not an int64 array.
             RuntimeError: the engine has been shut down, or belongs to the parent process.
         """
         chosen = self.choose_mover(plan, direction) if mover == "auto" else mover
-        with self._range(DIRECTIONS[direction]):
-            native = self._native.submit(
-                plan,
-                direction,
-                groups if isinstance(groups, list) else list(groups),
-                expedited=expedited,
-                layers=layers,
-                progress=progress,
-                progress_value=progress_value,
-                tag=tag,
-                mover=chosen,
-                stream=_stream_handle(stream),
-                report=report,
-                notify=callback is not None,
-                keep=keep,
-            )
+        try:
+            with self._range(DIRECTIONS[direction]):
+                native = self._native.submit(
+                    plan,
+                    direction,
+                    groups if isinstance(groups, list) else list(groups),
+                    expedited=expedited,
+                    layers=layers,
+                    progress=progress,
+                    progress_value=progress_value,
+                    tag=tag,
+                    mover=chosen,
+                    stream=_stream_handle(stream),
+                    report=report,
+                    notify=callback is not None,
+                    keep=keep,
+                )
+        except ValueError as error:
+            raise PlanError(str(error)) from None
         job = Job(native, self)
         if callback is not None:
             self._callbacks.add(job, callback)
@@ -253,10 +257,10 @@ class Engine:
         """Counters so far.
 
         Returns:
-            ``in_flight``, ``threads``, ``reports_dropped``, and ``transfers``: (direction, mover) ->
-            ``submitted``, ``finished``, ``failed``, ``cancelled`` (jobs), ``bytes``, ``pages``,
-            ``fragments``, ``failed_pages``, and ``queue`` and ``copy``: ``counts`` per power of two
-            of microseconds and ``sum_s``.
+            ``in_flight``, ``threads``, ``reports_dropped``, and ``transfers``: (direction, mover)
+            -> ``submitted``, ``finished``, ``failed``, ``cancelled`` (jobs), ``bytes``,
+            ``pages``, ``fragments``, ``failed_pages``, and ``queue`` and ``copy``: ``sum_s`` and
+            ``counts``, where entry i counts times below 2**i microseconds, the last one the rest.
         """
         return {
             "in_flight": self._native.in_flight,
@@ -366,6 +370,6 @@ def _nvtx_ranges() -> Callable[[str], AbstractContextManager[Any]]:
     if importlib.util.find_spec("nvtx") is None:
         nothing = nullcontext()
         return lambda direction: nothing
-    import nvtx
+    nvtx: Any = importlib.import_module("nvtx")
 
     return lambda direction: nvtx.annotate(f"vkvmap.{direction}", domain="vkvmap")
