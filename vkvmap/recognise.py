@@ -349,6 +349,12 @@ class _TensorReader:
         return placed
 
 
+def _loops(nest: Nest) -> set[str]:
+    """Axes that `nest` loops over, at any depth."""
+    inner = [_loops(item) for item in nest.body if isinstance(item, Nest)]
+    return set(nest.axes).union(*inner)
+
+
 def detect_layout(
     tensor: Any, spec: LayerSpec, *, block_size: int, local_heads: int | None = None
 ) -> Layout:
@@ -370,6 +376,9 @@ def detect_layout(
     fitting, reasons = [], []
     for layout in LAYOUTS.values():
         if len(layout.parts) != 1 or layout.per_head or layout.name in ("state", "pages"):
+            continue
+        if spec.num_kv_heads and HEAD not in _loops(layout.order):
+            # It does not say where heads are, so any dense cell would fit it: a guess.
             continue
         try:
             Recognised(spec, CacheView((view,), layout, block_size), extent)
