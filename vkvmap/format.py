@@ -299,6 +299,51 @@ def check_header(raw: bytes | memoryview) -> bytes:
     return bytes(raw[:length])
 
 
+@dataclass(frozen=True)
+class Described:
+    """What any valid header says, without the identity at hand: for checks and listings."""
+
+    identity: bytes
+    group: int
+    opaque: bool
+    key: bytes
+    header_bytes: int
+    payload_bytes: int
+    pages: tuple[tuple[int, int, bytes], ...]
+
+    @property
+    def folder(self) -> str:
+        """Name of the group's folder below the identity."""
+        return f"{self.group}{'p' if self.opaque else ''}"
+
+
+def describe_header(raw: bytes | memoryview) -> Described:
+    """Everything in the header at the start of `raw`; pages as ``(offset, bytes, digest)``.
+
+    Raises:
+        DamagedError, ForeignError: as `check_header`; also if the tables contradict themselves.
+    """
+    whole = check_header(raw)
+    fields = _FIXED.unpack_from(whole)
+    length, payload, identity, group, key_bytes, flags, key, num_layers, num_pages = fields[2:11]
+    at_digest = _FIXED.size + num_layers * _LAYER.size
+    cursor = 0
+    pages: list[tuple[int, int, bytes]] = []
+    for layer in range(num_layers):
+        offset, size, count, reserved = _LAYER.unpack_from(whole, _FIXED.size + layer * _LAYER.size)
+        if offset != cursor or not count or size % count or reserved:
+            raise DamagedError(f"layer {layer} of the chunk has an impossible place")
+        for index in range(min(count, num_pages - len(pages))):
+            digest = whole[at_digest : at_digest + DIGEST_BYTES]
+            pages.append((offset + index * (size // count), size // count, digest))
+            at_digest += DIGEST_BYTES
+        cursor += size
+    if cursor != payload or len(pages) != num_pages:
+        raise DamagedError("the layers of the chunk do not add up to its payload")
+    opaque = bool(flags & _OPAQUE)
+    return Described(identity, group, opaque, key[:key_bytes], length, payload, tuple(pages))
+
+
 def header_length(raw: bytes | memoryview) -> int:
     """Length that the header starting at `raw` claims, bounded; for readers that stream.
 

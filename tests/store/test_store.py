@@ -1,0 +1,576 @@
+"""What is put comes back exactly, or is a miss with a reason."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.store.small import LAYERS, aligned, content_of, key_of, payload_bytes, small_identity
+from vkvmap.errors import FormatError, RegionError, StoreError
+from vkvmap.format import ChunkFormat
+from vkvmap.ledger import Ledger
+from vkvmap.region import Region, Section
+from vkvmap.store import CanonicalStore
+from vkvmap.store_files import FileSystem
+from vkvmap.store_space import Space
+from vkvmap.store_upkeep import fsck, gc, ls, stats
+
+IDENTITY = small_identity()
+FULL, LATENT = payload_bytes(IDENTITY, "full"), payload_bytes(IDENTITY, "latent")
+FILE = 4096 + -(-FULL // 4096) * 4096
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "store")
+
+
+def put(store: CanonicalStore, numbers, group: str = "full") -> list[str]:
+    size = {"full": FULL, "latent": LATENT}[group]
+    keys = [key_of(number) for number in numbers]
+    job = store.put(keys, group, [content_of(key, size) for key in keys])
+    assert job.wait(30)
+    return job.outcomes
+
+
+def get(store: CanonicalStore, numbers, group: str = "full") -> list[str]:
+    """Outcomes; a hit has been compared with the right bytes, a miss must have left none."""
+    size = {"full": FULL, "latent": LATENT}[group]
+    keys = [key_of(number) for number in numbers]
+    rows = [aligned(size) for _ in keys]
+    job = store.get(keys, group, rows)
+    assert job.wait(30)
+    for key, row, good in zip(keys, rows, job.good, strict=True):
+        assert np.array_equal(row, content_of(key, size)) if good else not row.any()
+    return job.outcomes
+
+
+def chunk_file(path: str, number: int) -> str:
+    return next(entry.path for entry in ls(path) if entry.key == key_of(number).hex())
+
+
+# ---- round trips ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("sync", ["none", "data", "full"])
+def test_what_is_put_comes_back_after_reopening(path, direct, sync):
+    with CanonicalStore(path, IDENTITY, direct=direct, sync=sync) as store:
+        assert put(store, range(9)) == ["stored"] * 9
+        assert put(store, range(5), "latent") == ["stored"] * 5
+        assert put(store, [3]) == ["present"]
+        assert get(store, range(9)) == ["hit"] * 9
+    with CanonicalStore(path, IDENTITY, direct=direct) as store:
+        assert get(store, range(11)) == ["hit"] * 9 + ["miss"] * 2
+        assert get(store, range(6), "latent") == ["hit"] * 5 + ["miss"]
+    assert fsck(path).clean
+
+
+def test_chunks_move_straight_between_rows_and_files(path):
+    sections = [Section("full", 8, FULL), Section("latent", 8, LATENT)]
+    with Region.create(sections) as region, CanonicalStore(path, IDENTITY, region=region) as store:
+        keys = [key_of(number) for number in range(4)]
+        for index, key in enumerate(keys):
+            region.row("full", index)[:] = content_of(key, FULL)
+            region.row("latent", index)[:] = content_of(key, LATENT)
+        for group in ("full", "latent"):
+            assert store.put(keys, group, range(4)).wait(30)
+            job = store.get(keys, group, [7, 6, 5, 4])
+            assert job.wait(30) and job.good.all()
+            assert np.array_equal(region.rows(group)[:4], region.rows(group)[:3:-1])
+
+        with pytest.raises(RegionError, match="row 8"):
+            store.put(keys[:1], "full", [8])
+        with pytest.raises(RegionError, match="still use this region"):
+            region.close()
+
+
+def test_bytes_beyond_a_rows_payload_are_left_alone(path):
+    formats = {"latent": ChunkFormat(IDENTITY, "latent")}
+    with (
+        Region.create([Section("latent", 3, LATENT, 1024)]) as region,
+        CanonicalStore(path, IDENTITY, region=region, formats=formats) as store,
+    ):
+        region.view[region.section("latent").offset :] = 0xEE
+        region.row("latent", 0)[:] = content_of(key_of(1), LATENT)
+        assert store.put([key_of(1)], "latent", [0]).wait(30)
+        assert store.get([key_of(1)], "latent", [1]).wait(30)
+        whole = region.view[region.section("latent").offset :][: 3 * 1024].reshape(3, 1024)
+        assert np.array_equal(whole[1, :LATENT], content_of(key_of(1), LATENT))
+        assert (whole[:2, LATENT:] == 0xEE).all() and (whole[2] == 0xEE).all()
+
+
+def test_two_identities_never_see_each_others_chunks(path):
+    other = small_identity(revision="abd")
+    with CanonicalStore(path, IDENTITY) as store, CanonicalStore(path, other) as second:
+        put(store, [1])
+        assert second.prefix([key_of(1)], "full") == 0
+        assert get(second, [1]) == ["miss"]
+        assert second.neighbours() == {IDENTITY.name: 'revision is "abc" there and "abd" here'}
+
+
+def test_adapter_and_salt_of_one_name_are_different_stores(path):
+    with (
+        CanonicalStore(path, small_identity(adapter="X")) as one,
+        CanonicalStore(path, small_identity(salt="X")) as two,
+    ):
+        put(one, [1])
+        assert get(one, [1]) == ["hit"] and get(two, [1]) == ["miss"]
+
+
+def test_opaque_rows_come_back_to_their_configuration_only(path):
+    def opened(placement: dict) -> CanonicalStore:
+        chunk = ChunkFormat.opaque(IDENTITY.opaque(placement), "latent", [("m", LATENT, 1)])
+        return CanonicalStore(path, IDENTITY, formats={"latent": chunk})
+
+    with opened({"tp": 2, "block_size": 16}) as one, opened({"tp": 4, "block_size": 16}) as two:
+        put(one, [1], "latent")
+        assert get(one, [1], "latent") == ["hit"] and get(two, [1], "latent") == ["miss"]
+    with CanonicalStore(path, IDENTITY) as canonical:
+        assert get(canonical, [1], "latent") == ["miss"]
+
+
+def test_the_description_lies_beside_the_chunks(path):
+    with CanonicalStore(path, IDENTITY):
+        text = open(f"{path}/{IDENTITY.name}/identity.json", encoding="utf-8").read()
+        assert text == IDENTITY.json
+
+
+def test_wrong_input_is_refused_with_its_reason(path):
+    with CanonicalStore(path, IDENTITY) as store:
+        row = np.zeros(FULL, np.uint8)
+        with pytest.raises(
+            StoreError, match=r"no group 'x' in this store; it has \['full', 'latent'\]"
+        ):
+            store.put([b"k"], "x", [row])
+        with pytest.raises(FormatError, match=f"row of {FULL - 1} bytes"):
+            store.put([b"k"], "full", [row[1:]])
+        with pytest.raises(FormatError, match="contiguous"):
+            store.put([b"k"], "full", [np.zeros(2 * FULL, np.uint8)[::2]])
+        with pytest.raises(StoreError, match="2 keys for 1 rows"):
+            store.put([b"k", b"l"], "full", [row])
+        with pytest.raises(FormatError, match="hash it"):
+            store.put([b"k" * 65], "full", [row])
+        with pytest.raises(StoreError, match="without a region"):
+            store.put([b"k"], "full", [0])
+    with pytest.raises(StoreError, match="closed"):
+        store.put([b"k"], "full", [row])
+
+
+def test_a_directory_that_everybody_can_write_is_refused(tmp_path):
+    tmp_path.chmod(0o777)
+    with pytest.raises(StoreError, match="written by everybody"):
+        CanonicalStore(tmp_path, IDENTITY)
+
+
+def test_files_are_for_their_owner_only(path):
+    with CanonicalStore(path, IDENTITY) as store:
+        put(store, [1])
+    for folder, folders, names in os.walk(path):
+        for name in folders + names:
+            assert os.stat(os.path.join(folder, name)).st_mode & 0o077 == 0 or (
+                name == "identity.json"  # for people; the folders above it are closed
+            )
+    assert os.stat(path).st_mode & 0o777 == 0o700
+
+
+# ---- lookups ----------------------------------------------------------------------------------
+
+
+def test_lookup_says_what_is_there(path):
+    with CanonicalStore(path, IDENTITY) as store, CanonicalStore(path, IDENTITY) as other:
+        put(store, [0, 1, 2, 5])
+        keys = [key_of(number) for number in range(7)]
+        expected = [True, True, True, False, False, True, False]
+        for one in (store, other, store):
+            assert one.lookup(keys, "full").tolist() == expected
+            assert one.prefix(keys, "full") == 3
+            assert not one.lookup(keys, "latent").any()
+
+
+def test_lookup_notices_what_another_process_removed(path):
+    with CanonicalStore(path, IDENTITY) as store, CanonicalStore(path, IDENTITY) as other:
+        put(store, range(4))
+        keys = [key_of(number) for number in range(4)]
+        assert other.lookup(keys, "full").all()
+        assert store.delete(keys[1:2], "full") == 1
+        assert other.lookup(keys, "full").tolist() == [True, False, True, True]
+        assert store.delete(keys[1:2], "full") == 0
+
+
+# ---- capacity ---------------------------------------------------------------------------------
+
+
+def taken(path: str) -> int:
+    return sum(
+        os.stat(os.path.join(folder, name)).st_size
+        for folder, _, names in os.walk(path)
+        for name in names
+        if name.endswith((".chunk", ".tmp")) or "quarantine" in folder
+    )
+
+
+def test_what_nobody_read_for_longest_is_evicted_first(path):
+    with CanonicalStore(path, IDENTITY, capacity=10 * FILE, threads=1) as store:
+        for number in range(10):
+            put(store, [number])
+            time.sleep(0.002)
+        assert get(store, [0]) == ["hit"]
+        assert put(store, [10]) == ["stored"]
+        keys = [key_of(number) for number in range(11)]
+        there = store.lookup(keys, "full").tolist()
+        assert there[0] and there[10] and not there[1]
+        assert store.snapshot()["evicted"] >= 1
+        assert taken(path) <= 10 * FILE
+
+
+def test_the_directory_never_exceeds_its_capacity(path):
+    capacity = 7 * FILE
+    stop, worst = threading.Event(), [0]
+    looking = Space(path, FileSystem())
+
+    def watch() -> None:
+        while not stop.is_set():
+            with looking.locked():  # files change names meanwhile
+                worst[0] = max(worst[0], taken(path))
+
+    with (
+        CanonicalStore(path, IDENTITY, capacity=capacity, sync="none") as store,
+        CanonicalStore(path, small_identity(salt="x"), capacity=capacity, sync="none") as other,
+    ):
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        for round_ in range(10):
+            outcomes = put(store, range(round_ * 20, round_ * 20 + 20))
+            outcomes += put(other, range(round_ * 20, round_ * 20 + 20))
+            assert set(outcomes) <= {"stored", "full"}
+        stop.set()
+        watcher.join()
+        assert FILE < worst[0] <= capacity
+        assert store.snapshot()["used_bytes"] == taken(path)
+
+
+def test_what_never_fits_is_full_and_evicts_nothing(path):
+    with CanonicalStore(path, IDENTITY, capacity=2 * FILE) as store:
+        put(store, [1])
+        assert put(store, [1], "latent") == ["stored"]
+    with CanonicalStore(path, IDENTITY, capacity=FILE - 1) as store:
+        assert put(store, [2]) == ["full"]
+        assert get(store, [1]) == ["hit"]
+
+
+def test_another_policy_chooses_other_victims(path):
+    def newest_first(entries):
+        return sorted(entries, key=lambda entry: -entry.used_at)
+
+    with CanonicalStore(path, IDENTITY, capacity=5 * FILE, policy=newest_first) as store:
+        for number in range(6):
+            put(store, [number])
+            time.sleep(0.002)
+        there = store.lookup([key_of(number) for number in range(6)], "full").tolist()
+        assert there[5] and not there[4]
+
+
+def test_a_counter_that_a_crash_left_too_high_is_corrected(path):
+    with CanonicalStore(path, IDENTITY, capacity=4 * FILE) as store:
+        put(store, range(2))
+        store._space._add_used(3 * FILE)
+        assert put(store, [2]) == ["stored"]
+        assert get(store, range(3)) == ["hit"] * 3
+        assert store.snapshot()["used_bytes"] == taken(path)
+
+
+# ---- ledger -----------------------------------------------------------------------------------
+
+
+def test_only_complete_chunks_are_published(path):
+    with Region.create([Section("full", 4, FULL), Ledger.section(4, 2)]) as region:
+        ledger = Ledger(region)
+        chunk = {"full": ChunkFormat(IDENTITY, "full")}
+        with CanonicalStore(
+            path, IDENTITY, region=region, formats=chunk, ledgers={"full": ledger}
+        ) as store:
+            generation = ledger.begin([0])
+            ledger.finish([0], generation, 0)
+            job = store.put([key_of(0)], "full", [0])
+            assert job.wait(30) and job.outcomes == ["incomplete"]
+            assert job.reasons[0] == "writers (1,) have not reported"
+            ledger.finish([0], generation, 1)
+            job = store.put([key_of(0)], "full", [0])
+            assert job.wait(30) and job.outcomes == ["stored"]
+
+
+def test_a_row_that_changes_while_it_is_written_is_not_published(path):
+    with Region.create([Section("full", 4, FULL), Ledger.section(4, 1)]) as region:
+        ledger = Ledger(region)
+
+        class Meddling(FileSystem):
+            def sync(self, fd: int) -> None:
+                ledger.begin([0])
+
+        with CanonicalStore(
+            path,
+            IDENTITY,
+            region=region,
+            formats={"full": ChunkFormat(IDENTITY, "full")},
+            ledgers={"full": ledger},
+            files=Meddling(),
+        ) as store:
+            ledger.finish([0], ledger.begin([0]), 0)
+            job = store.put([key_of(0)], "full", [0])
+            assert job.wait(30) and job.outcomes == ["incomplete"]
+            assert "new content" in job.reasons[0]
+    assert not list(ls(path)) and stats(path).temporaries == 0
+
+
+# ---- faults of one chunk ----------------------------------------------------------------------
+
+
+class Failing(FileSystem):
+    """Fails the named calls with the given error."""
+
+    def __init__(self, **errors: int) -> None:
+        self.errors = errors
+
+    def fail(self, call: str) -> None:
+        if call in self.errors:
+            raise OSError(self.errors[call], os.strerror(self.errors[call]))
+
+    def open(self, path, flags):
+        self.fail("open_write" if flags & os.O_CREAT else "open_read")
+        return super().open(path, flags)
+
+    def readv(self, fd, buffers, offset):
+        self.fail("readv")
+        return super().readv(fd, buffers, offset)
+
+    def writev(self, fd, buffers, offset):
+        self.fail("writev")
+        return super().writev(fd, buffers, offset)
+
+    def sync(self, fd):
+        self.fail("sync")
+        super().sync(fd)
+
+    def rename(self, source, target):
+        if target.endswith(".chunk"):
+            self.fail("rename")
+        super().rename(source, target)
+
+    def close(self, fd):
+        super().close(fd)
+        self.fail("close")
+
+
+def test_an_io_error_while_reading_is_a_miss_and_keeps_the_file(path):
+    with CanonicalStore(path, IDENTITY) as store:
+        put(store, [1])
+    for call in ("readv", "open_read"):
+        with CanonicalStore(path, IDENTITY, files=Failing(**{call: errno.EIO})) as store:
+            assert get(store, [1]) == ["failed"]
+            assert store.snapshot()["failed"] == 1
+    with CanonicalStore(path, IDENTITY) as store:
+        assert get(store, [1]) == ["hit"]
+
+
+def test_a_short_file_is_a_miss_and_is_moved_away(path):
+    with CanonicalStore(path, IDENTITY) as store:
+        put(store, [1])
+        os.truncate(chunk_file(path, 1), FILE - 4096)
+        assert get(store, [1]) == ["damaged"]
+        assert get(store, [1]) == ["miss"]
+        assert store.snapshot()["damaged"] == 1 and stats(path).quarantined == 1
+        assert put(store, [1]) == ["stored"] and get(store, [1]) == ["hit"]
+
+
+def test_a_close_error_after_a_full_read_is_success(path):
+    with CanonicalStore(path, IDENTITY, files=Failing(close=errno.EIO)) as store:
+        assert put(store, [1]) == ["stored"]
+        assert get(store, [1]) == ["hit"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "outcome"),
+    [
+        ("open_write", errno.EACCES, "failed"),
+        ("writev", errno.EIO, "failed"),
+        ("writev", errno.ENOSPC, "full"),
+        ("sync", errno.EIO, "failed"),
+        ("sync", errno.EDQUOT, "full"),
+        ("rename", errno.EIO, "failed"),
+    ],
+)
+def test_a_failed_write_leaves_nothing(path, call, error, outcome):
+    with CanonicalStore(path, IDENTITY, files=Failing(**{call: error})) as store:
+        assert put(store, [1]) == [outcome]
+        assert get(store, [1]) == ["miss"]
+        assert store.snapshot()["used_bytes"] == 0
+    assert stats(path).temporaries == 0 and not list(ls(path))
+
+
+def test_a_chunk_under_another_name_is_never_served(path):
+    with CanonicalStore(path, IDENTITY) as store:
+        put(store, [1, 2])
+        os.rename(chunk_file(path, 1), chunk_file(path, 2))
+        assert get(store, [2]) == ["damaged"]
+
+
+def test_quarantine_spares_a_good_chunk_that_came_meanwhile(path):
+    with CanonicalStore(path, IDENTITY) as store:
+        put(store, [1])
+        place = chunk_file(path, 1)
+        fd = os.open(place, os.O_RDONLY)
+        os.unlink(place)
+        put(store, [1])
+        assert not store._space.quarantine(place, fd)
+        os.close(fd)
+        assert get(store, [1]) == ["hit"]
+
+
+def test_quarantine_keeps_a_bounded_number_of_files(path):
+    with CanonicalStore(path, IDENTITY, quarantine_files=3) as store:
+        put(store, range(8))
+        for number in range(8):
+            os.truncate(chunk_file(path, number), 5000)
+            assert get(store, [number]) == ["damaged"]
+        assert stats(path).quarantined == 3
+        assert store.snapshot()["used_bytes"] <= 3 * 5000 + 8 * FILE
+
+
+# ---- queue ------------------------------------------------------------------------------------
+
+
+class Stalling(FileSystem):
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def readv(self, fd, buffers, offset):
+        self.gate.wait()
+        return super().readv(fd, buffers, offset)
+
+
+def test_a_full_queue_says_busy_instead_of_growing(path):
+    files = Stalling()
+    with CanonicalStore(path, IDENTITY, files=files, threads=1, queue_depth=4) as store:
+        put(store, range(4))
+        keys, rows = [key_of(number) for number in range(4)], [aligned(FULL) for _ in range(4)]
+        first = store.try_get(keys, "full", rows)
+        assert first is not None and not first.done() and not first.wait(0.05)
+        assert store.try_get(keys[:1], "full", rows[:1]) is None
+        waiting = threading.Thread(target=lambda: store.get(keys[:1], "full", [aligned(FULL)]))
+        waiting.start()
+        waiting.join(0.1)
+        assert waiting.is_alive()
+        files.gate.set()
+        assert first.wait(30) and first.good.all()
+        waiting.join(30)
+        assert not waiting.is_alive()
+
+
+def test_more_than_the_queue_holds_is_taken_when_it_is_empty(path):
+    with CanonicalStore(path, IDENTITY, threads=1, queue_depth=2) as store:
+        keys = [key_of(number) for number in range(7)]
+        job = store.try_put(keys, "full", [content_of(key, FULL) for key in keys])
+        assert job is not None and job.wait(30) and job.good.all()
+
+
+def test_closing_without_drain_cancels_what_has_not_started(path):
+    files = Stalling()
+    store = CanonicalStore(path, IDENTITY, files=files, threads=1, queue_depth=8)
+    put(store, range(3))
+    keys, rows = [key_of(number) for number in range(3)], [aligned(FULL) for _ in range(3)]
+    job = store.get(keys, "full", rows)
+    time.sleep(0.05)
+    threading.Timer(0.2, files.gate.set).start()
+    store.close(drain=False)
+    assert job.done() and job.outcomes == ["hit", "cancelled", "cancelled"]
+
+
+def test_an_empty_job_is_done(path):
+    with CanonicalStore(path, IDENTITY) as store:
+        assert store.put([], "full", []).done()
+
+
+def test_a_store_is_not_used_across_a_fork(path):
+    with CanonicalStore(path, IDENTITY) as store:
+        put(store, [1])
+        pid = os.fork()
+        if pid == 0:
+            try:
+                store.get([key_of(1)], "full", [aligned(FULL)])
+            except StoreError:
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+# ---- upkeep -----------------------------------------------------------------------------------
+
+
+def test_ls_and_stats_count_what_is_there(path):
+    with CanonicalStore(path, IDENTITY) as store:
+        put(store, range(5))
+        put(store, range(3), "latent")
+        counted = stats(path)
+        assert counted.chunks == 8 and counted.models == {IDENTITY.name: "org/model@abc"}
+        assert counted.groups[IDENTITY.name, "0"].chunks == 5
+        assert counted.groups[IDENTITY.name, "1"].chunks == 3
+        assert counted.nbytes == counted.used == taken(path)
+        assert {entry.key for entry in ls(path, folder="1")} == {
+            key_of(number).hex() for number in range(3)
+        }
+        assert not list(ls(path, identity="f" * 64))
+
+
+def test_fsck_finds_damage_misplaced_and_unknown_files_and_repairs(path):
+    with CanonicalStore(path, IDENTITY) as store:
+        put(store, range(6))
+        flipped, short, moved = (chunk_file(path, number) for number in range(3))
+        with open(flipped, "r+b") as file:
+            file.seek(FILE - 5000)
+            byte = file.read(1)
+            file.seek(FILE - 5000)
+            file.write(bytes([byte[0] ^ 4]))
+        os.truncate(short, 4500)
+        os.rename(moved, f"{os.path.dirname(moved)}/{'ab' * 32}.chunk")
+        open(f"{path}/{IDENTITY.name}/notes", "w").close()
+        open(f"{path}/tmp/1-1-5000.tmp", "w").close()
+        found = fsck(path)
+        assert set(found.damaged) == {flipped, short} and len(found.misplaced) == 1
+        assert found.chunks == 3 and found.orphans == 1 and not found.clean
+        assert found.unknown == [f"{path}/{IDENTITY.name}/notes"]
+        assert fsck(path, repair=True).repaired == 4
+        after = fsck(path)
+        assert after.clean and after.chunks == 3 and after.orphans == 0
+        assert get(store, range(6)) == ["miss"] * 3 + ["hit"] * 3
+
+
+def test_gc_removes_what_was_asked_for_only(path):
+    other = small_identity(salt="x")
+    with CanonicalStore(path, IDENTITY) as store, CanonicalStore(path, other) as second:
+        put(store, range(4))
+        put(second, range(4))
+        old = next(e for e in ls(path, identity=IDENTITY.name) if e.key == key_of(2).hex())
+        os.utime(old.path, (1, 1))
+        assert gc(path, unused_days=1).chunks == 1
+        assert gc(path, identity=other.name[:12]).chunks == 4
+        assert gc(path).chunks == 0
+        assert get(store, range(4)) == ["hit", "hit", "miss", "hit"]
+        with pytest.raises(StoreError, match="would remove every chunk"):
+            gc(path, identity="")
+
+
+def test_upkeep_of_something_else_is_refused(tmp_path):
+    for function in (stats, fsck, gc):
+        with pytest.raises(StoreError, match="not a store directory"):
+            function(str(tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
+def test_layers_of_the_model_are_those_of_the_tests():
+    assert LAYERS.groups == ("full", "latent")

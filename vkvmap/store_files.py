@@ -1,0 +1,187 @@
+"""Reading and writing chunk files: large aligned pieces, straight from and into rows.
+
+`FileSystem` is the narrow waist: every system call that the store makes on chunk files goes through
+one, so that tests can kill, fail or lose power between any two of them.
+
+Direct I/O is used where the file system takes it and the row starts on a page: the region is the
+cache, a second copy in the page cache would only take memory from it. Header and the payload's last
+partial page go through a page-aligned scratch buffer that each thread keeps.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vkvmap.format import ALIGNMENT, ChunkFormat, DamagedError, Header, header_length
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class FileSystem:
+    """The system calls of the store. Subclass it to inject faults."""
+
+    def open(self, path: str, flags: int) -> int:
+        """Open `path`; new files are for their owner only."""
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def close(self, fd: int) -> None:
+        """Close `fd`."""
+        os.close(fd)
+
+    def writev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+        """Write at `offset`; how many bytes were written."""
+        return os.pwritev(fd, buffers, offset)
+
+    def readv(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+        """Read at `offset`; how many bytes were read, 0 at the end."""
+        return os.preadv(fd, buffers, offset)
+
+    def sync(self, fd: int) -> None:
+        """Return once the file's bytes are on the medium."""
+        os.fdatasync(fd)
+
+    def sync_directory(self, path: str) -> None:
+        """Return once the names in directory `path` are on the medium."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        """Give the file at `source` the name `target`, replacing what had it."""
+        os.rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        """Remove a name."""
+        os.unlink(path)
+
+    def touch(self, fd: int) -> None:
+        """Mark the file as used now."""
+        os.utime(fd)
+
+
+class ChunkFiles:
+    """Writes and reads one chunk at a time; used by several threads at once."""
+
+    def __init__(self, files: FileSystem, *, direct: bool) -> None:
+        """`direct`: use direct I/O where it is possible."""
+        self.files = files
+        self.direct = direct
+        self._scratch = threading.local()
+
+    # ---- writing ------------------------------------------------------------------------------
+
+    def write(
+        self, fd: int, header: bytes, payload: Bytes, padded_bytes: int, *, sync: bool
+    ) -> None:
+        """Write a whole chunk to the new file `fd`.
+
+        Args:
+            fd: opened for writing with `open`.
+            header: whole header.
+            payload: uint8 ``(payload_bytes,)``.
+            padded_bytes: payload bytes with the zeros after them.
+            sync: return only once it is on the medium.
+
+        Raises:
+            OSError: of whatever failed; the file is of no use then.
+        """
+        main = payload.nbytes // ALIGNMENT * ALIGNMENT
+        tail = padded_bytes - main
+        scratch = self._buffer(len(header) + tail)
+        scratch[: len(header)] = header
+        if tail:
+            rest = payload.nbytes - main
+            scratch[len(header) : len(header) + rest] = payload[main:].data
+            scratch[len(header) + rest : len(header) + tail] = bytes(tail - rest)
+        pieces = [scratch[: len(header)], payload.data[:main], scratch[len(header) :][:tail]]
+        self._all(self.files.writev, fd, pieces, 0)
+        if sync:
+            self.files.sync(fd)
+
+    def open(self, path: str, flags: int, payload: Bytes) -> int:
+        """Open `path`, directly where this row can be read and written that way."""
+        aligned = payload.ctypes.data % ALIGNMENT == 0
+        return self.files.open(path, flags | (os.O_DIRECT if self.direct and aligned else 0))
+
+    # ---- reading ------------------------------------------------------------------------------
+
+    def read(self, fd: int, chunk: ChunkFormat, key: bytes, payload: Bytes) -> Header:
+        """Read a whole chunk into the row `payload` and verify it.
+
+        Raises:
+            DamagedError, ForeignError: what was read is not to be used.
+            OSError: it could not be read; that says nothing about the file.
+        """
+        main = payload.nbytes // ALIGNMENT * ALIGNMENT
+        tail = chunk.padded_payload_bytes - main
+        expected = chunk.header_bytes
+        scratch = self._buffer(expected + tail)
+        pieces = [scratch[:expected], payload.data[:main], scratch[expected:][:tail]]
+        got = self._all(self.files.readv, fd, pieces, 0)
+        if got < expected:
+            raise DamagedError(f"{got} of {expected} header bytes")
+        length = header_length(scratch)
+        if length != expected:  # it carries end-to-end digests: everything lies further back
+            longer = bytearray(length)
+            buffer = self._buffer(length + tail)
+            pieces = [buffer[:length], payload.data[:main], buffer[length:][:tail]]
+            got = self._all(self.files.readv, fd, pieces, 0)
+            longer[:] = buffer[:length]
+            header = chunk.read_header(bytes(longer), key)
+            scratch = buffer
+        else:
+            header = chunk.read_header(scratch[:expected], key)
+        if got < length + payload.nbytes:
+            raise DamagedError(f"{max(0, got - length)} of {payload.nbytes} payload bytes")
+        if tail:
+            payload[main:] = np.frombuffer(scratch, np.uint8)[length:][: payload.nbytes - main]
+        chunk.verify(header, payload)
+        return header
+
+    def _all(self, call: Any, fd: int, pieces: Sequence[Any], offset: int) -> int:
+        """Repeat `call` until all pieces are done or nothing more comes; the bytes done."""
+        left = [memoryview(piece) for piece in pieces if len(piece)]
+        done = 0
+        while left:
+            step = call(fd, left, offset + done)
+            if step <= 0:
+                break
+            done += step
+            while left and step >= len(left[0]):
+                step -= len(left.pop(0))
+            if left and step:
+                left[0] = left[0][step:]
+        return done
+
+    def _buffer(self, nbytes: int) -> memoryview:
+        """Page-aligned scratch of this thread, at least `nbytes` long."""
+        held: mmap.mmap | None = getattr(self._scratch, "memory", None)
+        if held is None or len(held) < nbytes:
+            held = mmap.mmap(-1, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+            self._scratch.memory = held
+        return memoryview(held)
+
+
+def direct_io_works(path: str) -> bool:
+    """Whether the file system of the existing file `path` does direct I/O."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+def close_quietly(files: FileSystem, fd: int) -> None:
+    """Close after everything that matters was read or synced; what close says then is no news."""
+    with suppress(OSError):
+        files.close(fd)
