@@ -220,8 +220,8 @@ void CapturedTransfer::set_pairs(size_t list, const BlockPair* pairs, uint64_t c
                                 std::to_string(capacity) + " pairs and cannot take " +
                                 std::to_string(count) + "; capture it with more");
   BlockPair* to = s.host + s.list_start[list];
-  if (pairs != nullptr && count > 0) std::memcpy(to, pairs, count * sizeof(BlockPair));
-  for (uint64_t i = pairs == nullptr ? 0 : count; i < capacity; ++i) to[i] = {kNoBlock, 0, 0};
+  if (count > 0) std::memcpy(to, pairs, count * sizeof(BlockPair));
+  for (uint64_t i = count; i < capacity; ++i) to[i] = {kNoBlock, 0, 0};
 }
 
 void CapturedTransfer::launch(uintptr_t stream) const {

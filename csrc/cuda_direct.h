@@ -1,0 +1,52 @@
+// Transfers that go on a caller's stream or into a graph, without an engine.
+//
+// What must stay true: ids are checked as the engine checks them before anything is launched; order
+// against other transfers is the caller's business, by streams.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cuda_mover.h"
+
+namespace vkvmap {
+
+struct DirectIds {
+  uint32_t group;
+  const int64_t* blocks;
+  const int64_t* pages;
+  size_t count;
+};
+
+// All layers of the named groups. Throws std::invalid_argument naming group, index, value and rule.
+Transfer make_direct_transfer(std::shared_ptr<const Plan> plan, Direction direction,
+                              const std::vector<DirectIds>& groups);
+
+// A captured transfer as callers see it: by group, with the writer election inside.
+class GraphTransfer {
+ public:
+  struct Capacity {
+    uint32_t group;
+    uint64_t pairs;
+  };
+  GraphTransfer(std::shared_ptr<const Plan> plan, Direction direction,
+                const std::vector<Capacity>& capacities, const KernelTuning& tuning);
+
+  // Groups that are not named move nothing from now on. No replay may be under way.
+  void set_ids(const std::vector<DirectIds>& groups);
+  void launch(uintptr_t stream) const { captured_->launch(stream); }
+  size_t num_launches() const { return captured_->num_launches(); }
+
+ private:
+  std::shared_ptr<const Plan> plan_;
+  Direction direction_;
+  Transfer shape_;
+  std::unique_ptr<CapturedTransfer> captured_;
+};
+
+// Mean length, in bytes, of what is contiguous on both sides, weighted by bytes: what decides
+// between movers. 0 if the plan moves nothing in that direction.
+uint64_t mean_run_bytes(const Plan& plan, Direction direction);
+
+}  // namespace vkvmap
