@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from vkvmap.grid import RankGrid
     from vkvmap.layout import Layout
     from vkvmap.mapping import CanonicalPageMapping, CopyRun, Mappings
-    from vkvmap.plan import TransferPlan
     from vkvmap.recognise import detect_layout
     from vkvmap.region import Region
     from vkvmap.spec import LayerSpec, LayerTable
+    from vkvmap.transfer_plan import TransferPlan
 
 _HOME = {
     "CacheView": "cache",
@@ -45,7 +45,7 @@ _HOME = {
     "Refusal": "errors",
     "Region": "region",
     "TensorView": "cache",
-    "TransferPlan": "plan",
+    "TransferPlan": "transfer_plan",
     "VkvmapError": "errors",
     "derive_canonical_mappings": "derive",
     "derive_group": "derive",

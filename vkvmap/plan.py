@@ -1,9 +1,8 @@
-"""Plans: everything about a transfer that does not change, packed once.
+"""Plans: everything about a transfer that does not change, packed and validated once.
 
-A plan is made once per registered cache and then called thousands of times a second. It owns the
-descriptor, knows the tensors and the region it was made for, and refuses to run once either is gone
-or has moved. It keeps its tensors alive: memory is never freed under a transfer; close the plan
-before giving the cache's memory back.
+A packed plan knows the tensors and the region it was made for, and says when either is gone or has
+moved. It keeps its tensors alive, so that memory is never freed under a transfer. What runs it is
+the transfer engine's business.
 """
 
 from __future__ import annotations
@@ -24,10 +23,8 @@ from vkvmap.sections import pages_per_chunk, private_rows, private_section
 from vkvmap.writers import with_writers
 
 if TYPE_CHECKING:
+    from vkvmap import _C
     from vkvmap.region import Region
-    from vkvmap.transfer import Engine, Job
-
-STORE, LOAD = 0, 1
 
 
 @dataclass(frozen=True)
@@ -42,20 +39,26 @@ class _Watched:
         return hasattr(self.owner, "data_ptr") and self.owner.data_ptr() != self.address
 
 
-class TransferPlan:
-    """The transfers of one rank's cache to and from one region.
+class PackedPlan:
+    """The descriptor of one rank's cache and region, validated by the native module.
 
     Args:
         mappings: from `derive_canonical_mappings`.
         caches: the caches that the mappings were derived for.
         region: host memory with the sections that `sections_for` names.
-        chunk_tokens: tokens per chunk, one number or one per group; default: one page per chunk.
-        mover: ``"auto"``, ``"kernel"``, ``"copy_engine"`` or ``"host"``.
+        chunk_tokens: tokens per chunk, one number or one per group; None: one page per chunk.
         writers: writer policy, see `vkvmap.writers`.
-        engine: the `vkvmap.transfer.Engine` that runs the transfers; default: the process's own.
+
+    Attributes:
+        descriptor: the packed descriptor, uint8.
+        groups: layer groups of this rank, in the order of their block lists.
+        pages_per_chunk: group -> canonical pages per chunk; a page id is
+            ``chunk_id * pages_per_chunk + page``.
+        device: where the caches are.
+        native: the validated plan of the native module.
 
     Raises:
-        PlanError: mappings, caches and region do not fit; nothing has moved.
+        PlanError: mappings, caches and region do not fit.
     """
 
     def __init__(
@@ -65,111 +68,31 @@ class TransferPlan:
         region: Region,
         *,
         chunk_tokens: int | Mapping[str, int] | None = None,
-        mover: str = "auto",
         writers: str = "turns",
-        engine: Engine | None = None,
     ) -> None:
         from vkvmap import _C
-        from vkvmap.transfer import default_engine
 
         _check_caches(mappings, caches)
-        self._arguments = (region, chunk_tokens, mover, writers, engine)
-        self._region = region
-        self._mover = mover
+        self.region = region
         self.mappings = with_writers(mappings, writers)
         tokens = _one_page_each(mappings) if chunk_tokens is None else chunk_tokens
         self.pages_per_chunk = pages_per_chunk(mappings, tokens)
         self.groups = tuple(g for g in mappings.layers.groups if g in self.pages_per_chunk)
         self._group_index = {group: index for index, group in enumerate(self.groups)}
         self.device = _one_device(caches)
-        layers = self._placed(tokens)
-        self.descriptor: NDArray[np.uint8] = pack(layers, len(self.groups))
+        self.descriptor: NDArray[np.uint8] = pack(self._placed(tokens), len(self.groups))
         self._watched = _watched(mappings, caches)
-        self._native = _C.Plan(
+        self._stale: str | None = None
+        self.native: _C.Plan = _C.Plan(
             self.descriptor,
             _storages(mappings, caches),
             [(region.address, region.nbytes)],
             list(mappings.layers),
         )
-        self._engine = engine if engine is not None else default_engine()
-        self._stale: str | None = None
         region.hold(self)
 
-    # ---- transfers -----------------------------------------------------------------------------
-
-    def store(
-        self,
-        pairs: Any,
-        *,
-        stream: Any = None,
-        layers: range | None = None,
-        mover: str | None = None,
-    ) -> Any:
-        """Copy cache blocks to canonical pages, asynchronously.
-
-        Args:
-            pairs: ``(block_ids, page_ids)`` for a plan of one group, or group -> such a pair.
-                One-dimensional int64 arrays (numpy, CPU torch, lists); they may be reused at once.
-                A page id is ``chunk_id * pages_per_chunk + page``. Every rank passes all pages; the
-                election decides what each of them moves.
-            stream: the CUDA stream whose pending writes the store must wait for.
-            layers: layer ids to move, default all.
-            mover: overrides the plan's choice for this call.
-
-        Returns:
-            A `Job`.
-
-        Raises:
-            PlanError: an id out of range, a page named twice, unequal lengths; nothing has moved.
-            StalePlanError: the cache or the region is gone or has moved.
-        """
-        return self._submit(STORE, pairs, stream, layers, mover, False, None)
-
-    def load(
-        self,
-        pairs: Any,
-        *,
-        stream: Any = None,
-        layers: range | None = None,
-        expedited: bool = False,
-        progress: NDArray[np.uint32] | None = None,
-        mover: str | None = None,
-    ) -> Job:
-        """Copy canonical pages to cache blocks, asynchronously; arguments as for `store`.
-
-        Args:
-            expedited: go ahead of ordinary loads that have not started.
-            progress: one uint32 per layer of the layer table; an entry becomes 1 as soon as that
-                layer has arrived, so that its attention can start.
-        """
-        return self._submit(LOAD, pairs, stream, layers, mover, expedited, progress)
-
-    def _submit(
-        self,
-        direction: int,
-        pairs: Any,
-        stream: Any,
-        layers: range | None,
-        mover: str | None,
-        expedited: bool,
-        progress: NDArray[np.uint32] | None,
-    ) -> Job:
-        self._check_alive()
-        try:
-            return self._engine.submit(
-                self._native,
-                direction,
-                self._lists(pairs),
-                stream=stream,
-                layers=_layer_range(layers),
-                expedited=expedited,
-                progress=self._progress(progress),
-                mover=mover or self._mover,
-            )
-        except ValueError as error:
-            raise PlanError(str(error)) from None
-
-    def _lists(self, pairs: Any) -> list[tuple[int, Any, Any]]:
+    def id_lists(self, pairs: Any) -> list[tuple[int, Any, Any]]:
+        """``(group index, block ids, page ids)`` from what `TransferPlan.store` accepts."""
         if not isinstance(pairs, Mapping):
             if len(self.groups) != 1:
                 raise PlanError(
@@ -185,65 +108,21 @@ class TransferPlan:
             lists.append((index, _ids(blocks, group, "block"), _ids(pages, group, "page")))
         return lists
 
-    def _progress(self, progress: NDArray[np.uint32] | None) -> Any:
-        if progress is None:
-            return None
-        if progress.dtype != np.uint32 or progress.shape != (len(self.mappings.layers),):
-            raise PlanError(
-                f"progress has dtype {progress.dtype} and shape {progress.shape}; one uint32 per "
-                f"layer of the layer table is needed ({len(self.mappings.layers)})"
-            )
-        return progress
-
-    # ---- lifetime ------------------------------------------------------------------------------
-
     def invalidate(self, reason: str) -> None:
-        """Refuse all further transfers, e.g. while an engine sleeps; `rebuild` starts anew."""
+        """Make `check_alive` refuse from now on, for `reason`."""
         self._stale = reason
 
-    def rebuild(self, caches: Mapping[str, Any], mappings: Mappings | None = None) -> TransferPlan:
-        """A plan like this one for the cache's new addresses; closes this one.
+    def release(self) -> None:
+        """Let go of cache and region; only once no transfer of this plan is in flight."""
+        self._stale = "it is closed"
+        self.region.release(self)
+        self._watched = ()
 
-        Args:
-            caches: the same layers at their new addresses.
-            mappings: mappings derived for `caches`.
-        """
-        from vkvmap.derive import derive_canonical_mappings
-
-        old = self.mappings
-        fresh = mappings or derive_canonical_mappings(
-            old.layers, caches, old.grid, old.rank, family=old.family
-        )
-        region, chunk_tokens, mover, writers, engine = self._arguments
-        self.close()
-        return TransferPlan(
-            fresh,
-            caches,
-            region,
-            chunk_tokens=chunk_tokens,
-            mover=mover,
-            writers=writers,
-            engine=engine,
-        )
-
-    def close(self) -> None:
-        """Wait for this plan's transfers and let go of cache and region. Idempotent."""
-        if self._stale != "it is closed":
-            self._engine.drain(self._native)
-            self._stale = "it is closed"
-            self._region.release(self)
-            self._watched = ()
-
-    def __enter__(self) -> TransferPlan:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raise StalePlanError if the cache or the region is gone or has moved."""
         if self._stale is not None:
             raise StalePlanError(f"the plan refuses to run: {self._stale}; make a new one")
-        if not self._region.alive:
+        if not self.region.alive:
             raise StalePlanError("the region of this plan is closed; make a new plan")
         for watched in self._watched:
             if watched.moved():
@@ -251,8 +130,6 @@ class TransferPlan:
                     f"layer {watched.layer!r}: its cache moved or was freed since the plan was "
                     "made; call plan.rebuild(caches)"
                 )
-
-    # ---- packing -------------------------------------------------------------------------------
 
     def _placed(self, chunk_tokens: int | Mapping[str, int]) -> list[PlacedLayer]:
         mappings = self.mappings
@@ -274,7 +151,7 @@ class TransferPlan:
         return placed
 
     def _section(self, name: str, payload_bytes: int) -> Any:
-        section = self._region.section(name)
+        section = self.region.section(name)
         if section.payload_bytes != payload_bytes:
             raise PlanError(
                 f"section {name!r} of the region has rows of {section.payload_bytes} bytes, chunks "
@@ -352,14 +229,6 @@ def _watched(mappings: Mappings, caches: Mapping[str, Any]) -> tuple[_Watched, .
         for name in mappings.by_layer
         for tensor in _tensors(caches[name])
     )
-
-
-def _layer_range(layers: range | None) -> tuple[int, int] | None:
-    if layers is None:
-        return None
-    if layers.step != 1:
-        raise PlanError(f"layers={layers}: a range with step 1 of layer ids is needed")
-    return layers.start, layers.stop
 
 
 def _ids(values: Any, group: str, what: str) -> NDArray[np.int64]:
