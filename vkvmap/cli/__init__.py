@@ -26,6 +26,7 @@ from vkvmap.nearest import nearest
 
 #: Command -> (module of this package, one line for the overview), in the order of first use.
 COMMANDS = {
+    "roundtrip": ("roundtrip", "Move a model's KV cache between two configurations and check it."),
     "explain": ("explain", "Say what a move costs and why, layer group by layer group."),
     "mapping": ("mapping", "Print the mapping of one page on one rank."),
     "conformance": ("conformance", "Check this implementation against a file of cases."),
