@@ -26,9 +26,19 @@ class TensorView:
     device: str = "cpu"
     owner: Any = field(default=None, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.strides) or not self.shape or min(self.shape) < 1:
+            raise SpecError(
+                f"a tensor of shape {self.shape} with strides {self.strides} holds no blocks; a "
+                "cache has a block dimension first and at least one element in every dimension"
+            )
+
     @classmethod
     def of(cls, tensor: Any) -> TensorView:
-        """Read a torch tensor or a numpy array (neither library is imported for it)."""
+        """Read a torch tensor or a numpy array (neither library is imported for it).
+
+        Raises SpecError for anything else, and for tensors without dimensions or elements.
+        """
         if hasattr(tensor, "data_ptr"):
             item = int(tensor.element_size())
             storage = tensor.untyped_storage()

@@ -91,6 +91,7 @@ def _check_stores_are_loads(rank: int, mapping: CanonicalPageMapping) -> None:
         return
     what = f"rank {rank}: store runs"
     page = mapping.local_page_size_bytes
+    _check_count(mapping.store_runs, what)
     loads = [_pairs(run, page, what) for run in mapping.runs]
     stores = [_pairs(run, page, what) for run in mapping.store_runs]
     if not stores:
@@ -136,6 +137,10 @@ def _check_volume(runs: Sequence[CopyRun], size: int, what: str) -> None:
     total = sum(run.fragment_size * run.num_fragments for run in runs)
     if total != size:
         raise TilingError(f"{what}: {total} bytes are covered, the page has {size}")
+    _check_count(runs, what)
+
+
+def _check_count(runs: Sequence[CopyRun], what: str) -> None:
     if sum(run.num_fragments for run in runs) > _MAX_FRAGMENTS:
         raise TilingError(f"{what}: more than {_MAX_FRAGMENTS} fragments; too many to prove")
 

@@ -7,11 +7,11 @@ means (DESIGN 2.7).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vkvmap.boxes import Box, Level, folded
-from vkvmap.cache import CacheView
+from vkvmap.cache import CacheView, TensorView
 from vkvmap.errors import SpecError
 from vkvmap.grid import RankGrid
 from vkvmap.mapping import CanonicalPageMapping, CopyRun
@@ -30,11 +30,25 @@ def slabs(views: Mapping[str, CacheView]) -> dict[str, tuple[str, ...]]:
             continue
         rows.setdefault((tensor.storage, tensor.strides[0]), []).append(name)
     for (_, stride), names in rows.items():
-        bases = sorted(views[name].tensors[0].address for name in names)
-        if len(names) > 1 and bases[-1] - bases[0] < stride:
-            for name in names:
-                slabs[name] = tuple(names)
+        names.sort(key=lambda name: views[name].tensors[0].address)
+        for members in _within(names, stride, views):
+            order = tuple(name for name in views if name in members)
+            slabs.update(dict.fromkeys(members, order))
     return slabs
+
+
+def _within(
+    names: Sequence[str], stride: int, views: Mapping[str, CacheView]
+) -> Iterator[list[str]]:
+    """Cut `names`, sorted by address, where a layer is a whole row away from the first before."""
+    members: list[str] = []
+    for name in names:
+        address = views[name].tensors[0].address
+        if members and address - views[members[0]].tensors[0].address >= stride:
+            yield members
+            members = []
+        members.append(name)
+    yield members
 
 
 def opaque_addressing(slab: Sequence[str], views: Mapping[str, CacheView]) -> PageAddressing:
@@ -43,6 +57,12 @@ def opaque_addressing(slab: Sequence[str], views: Mapping[str, CacheView]) -> Pa
         return _opaque_pages(slab[0], views[slab[0]])
     tensors = [views[name].tensors[0] for name in slab]
     blocks = views[slab[0]].kernel_blocks
+    for name in slab[1:]:
+        if views[name].kernel_blocks != blocks:
+            raise SpecError(
+                f"layer {name!r}: {views[name].kernel_blocks} kernel blocks per block, layer "
+                f"{slab[0]!r} in the same rows has {blocks}; a block id must mean one row to both"
+            )
     low = min(tensor.address for tensor in tensors)
     high = max(tensor.address + _reach(slab[0], tensor) for tensor in tensors)
     stride = tensors[0].strides[0]
@@ -59,6 +79,12 @@ def opaque_addressing(slab: Sequence[str], views: Mapping[str, CacheView]) -> Pa
 
 def _opaque_pages(name: str, view: CacheView) -> PageAddressing:
     base = view.tensors[0].address
+    steps = {(tensor.strides[0], tensor.shape[0]) for tensor in view.tensors}
+    if len(steps) > 1:
+        raise SpecError(
+            f"layer {name!r}: its tensors have (bytes per block, blocks) of {sorted(steps)}; one "
+            "block id must reach all of them alike, so give each tensor a layer of its own"
+        )
     boxes: list[Box] = []
     page = 0
     for tensor in view.tensors:
@@ -83,18 +109,19 @@ def _opaque_pages(name: str, view: CacheView) -> PageAddressing:
     )
 
 
-def _reach(name: str, tensor: Any) -> int:
+def _reach(name: str, tensor: TensorView) -> int:
     """One past the last byte of block 0's page; SpecError where the tensor overlaps itself."""
-    reach = int(tensor.itemsize)
-    dims = sorted(zip(tensor.strides[1:], tensor.shape[1:], strict=True))
-    for stride, size in dims:
+    reach = end = tensor.itemsize
+    dims = sorted(zip(tensor.strides, tensor.shape, range(len(tensor.shape)), strict=True))
+    for stride, size, dim in dims:
         if size > 1:
-            if stride < reach:
+            if stride < end:
                 raise SpecError(
                     f"layer {name!r}: strides {tensor.strides} of shape {tensor.shape} make the "
                     "tensor overlap itself; a cache must give every element an address of its own"
                 )
-            reach += stride * (size - 1)
+            end += stride * (size - 1)
+            reach += stride * (size - 1) if dim else 0
     return reach
 
 

@@ -1,0 +1,113 @@
+"""Caches and mappings that contradict themselves are errors, never a quiet wrong address."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vkvmap import (
+    CacheView,
+    CanonicalPageMapping,
+    CopyRun,
+    LayerSpec,
+    LayerTable,
+    RankGrid,
+    TensorView,
+    certify,
+    derive_canonical_mappings,
+)
+from vkvmap.errors import SpecError, TilingError
+from vkvmap.layout import state_layout
+from vkvmap.mapping import Mappings
+
+STATE = LayerTable([LayerSpec.opaque("state", page_bytes=64)])
+
+
+def opaque(shape: tuple[int, ...], strides: tuple[int, ...]) -> Mappings:
+    tensor = TensorView(1000, shape, strides, 1, (0, 1 << 40))
+    return derive_canonical_mappings(STATE, {"state": CacheView.of(tensor, "pages")}, RankGrid(), 0)
+
+
+@pytest.mark.parametrize("stride", [0, 1, 63, -64])
+def test_blocks_that_overlap_are_not_even_opaque(stride: int) -> None:
+    with pytest.raises(SpecError, match="overlap itself"):
+        opaque((3, 64), (stride, 1))
+
+
+def test_the_stride_of_a_single_block_means_nothing() -> None:
+    assert opaque((1, 64), (0, 1)).by_layer["state"].local_page_size_bytes == 64
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((), ()), ((0, 64), (64, 1)), ((-3, 64), (64, 1)), ((3, 64), (64,))]
+)
+def test_a_tensor_without_blocks_is_no_cache(
+    shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    with pytest.raises(SpecError, match="holds no blocks"):
+        TensorView(0, shape, strides, 1, (0, 1 << 40))
+
+
+def slab(rows: np.ndarray, names: str, cut: int, kernel_blocks: int = 1) -> dict[str, CacheView]:
+    """A latent layer and an undescribed one in the same rows."""
+    known = rows[:, :cut].reshape(len(rows), 16, -1)
+    return {
+        f"known{names}": CacheView.of(
+            known, "mla", 16 * kernel_blocks, kernel_blocks=kernel_blocks
+        ),
+        f"unknown{names}": CacheView.of(rows[:, cut:], "pages"),
+    }
+
+
+def slab_table(*names: str) -> LayerTable:
+    layers = []
+    for name in names:
+        layers.append(LayerSpec.mla(f"known{name}", row_bytes=64, group="g"))
+        layers.append(LayerSpec.opaque(f"unknown{name}", page_bytes=1_976, group="g"))
+    return LayerTable(layers)
+
+
+def test_two_slabs_of_one_storage_are_two_opaque_units() -> None:
+    storage = np.zeros(2 * 4 * 3_000, dtype=np.uint8)
+    halves = storage.reshape(2, 4, 3_000)
+    caches = slab(halves[0], "1", 1_024) | slab(halves[1], "2", 1_024)
+    mappings = derive_canonical_mappings(slab_table("1", "2"), caches, RankGrid(), 0)
+    assert {m.local_page_size_bytes for m in mappings.by_layer.values()} == {3_000}
+    assert list(mappings.carrier.values()) == ["known1", "known1", "known2", "known2"]
+
+
+def test_layers_of_one_row_that_count_blocks_differently_are_an_error() -> None:
+    caches = slab(np.zeros((8, 3_000), dtype=np.uint8), "", 1_024, kernel_blocks=2)
+    with pytest.raises(SpecError, match="one row to both"):
+        derive_canonical_mappings(slab_table(""), caches, RankGrid(), 0)
+
+
+def test_tensors_that_one_block_id_cannot_reach_alike_are_an_error() -> None:
+    """Two allocations with block strides of their own: carried opaquely, one would be misread."""
+    spec = LayerSpec.recurrent(
+        "state",
+        segments=[("x", 8, 8)],
+        conv_positions=2,
+        temporal=[("head", 8, 8)],
+        conv_elem=1,
+        temporal_elem=1,
+    )
+    tensors = [np.zeros((3, 16), dtype=np.uint8), np.zeros((3, 8), dtype=np.uint8)]
+    cache = CacheView.of(tensors, state_layout(spec, channels_first=True))
+    with pytest.raises(SpecError, match="a layer of its own"):
+        derive_canonical_mappings(LayerTable([spec]), {"state": cache}, RankGrid(), 0)
+
+
+def test_store_runs_are_counted_before_they_are_expanded() -> None:
+    """A proof of eight terabytes of arrays is refused, not attempted."""
+    mapping = CanonicalPageMapping(
+        canonical_page_size_bytes=1 << 47,
+        local_page_size_bytes=1 << 47,
+        runs=(CopyRun(0, 0, 1 << 47, 1, 1, 1),),
+        num_writers=1,
+        writer_index=0,
+        parallelism_agnostic=True,
+        store_runs=(CopyRun(0, 0, 1, 1 << 40, 2, 2),),
+    )
+    with pytest.raises(TilingError, match="too many to prove"):
+        certify([mapping])
