@@ -133,6 +133,11 @@ class CacheView:
         return self.tensors[0].device
 
     @property
+    def base(self) -> int:
+        """Lowest address of block 0; offsets within a page count from here."""
+        return min(tensor.address for tensor in self.tensors)
+
+    @property
     def geometry(self) -> tuple[Any, ...]:
         """All that the page's shape depends on, without addresses: layers that agree are alike."""
         shapes = tuple((t.shape[1:], t.strides, t.itemsize, t.shape[:1]) for t in self.tensors)

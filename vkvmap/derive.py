@@ -109,7 +109,7 @@ def _derive(
             if isinstance(result, Refuse):
                 raise result
             per_rank, addressing = result
-            proven[name] = (per_rank, replace(addressing, base=view.tensors[0].address))
+            proven[name] = (per_rank, replace(addressing, base=view.base))
         except Refuse as refuse:
             refusals[name] = refuse.of(name)
             if strict:
@@ -168,7 +168,7 @@ def _declared(spec: LayerSpec, cache: Any, grid: RankGrid, rank: int) -> CacheVi
 
 def _likeness(spec: LayerSpec, view: CacheView, grid: RankGrid) -> tuple[Any, ...]:
     """All that a derivation depends on but names and addresses; equal keys derive once."""
-    base = view.tensors[0].address
+    base = view.base
     parts = tuple(t.address - base for t in view.tensors)
     ranges = grid.head_ranges.get(spec.name)
     heads = tuple(tuple(pair) for pair in ranges) if ranges is not None else None

@@ -78,7 +78,7 @@ def opaque_addressing(slab: Sequence[str], views: Mapping[str, CacheView]) -> Pa
 
 
 def _opaque_pages(name: str, view: CacheView) -> PageAddressing:
-    base = view.tensors[0].address
+    base = view.base
     steps = {(tensor.strides[0], tensor.shape[0]) for tensor in view.tensors}
     if len(steps) > 1:
         raise SpecError(

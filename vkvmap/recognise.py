@@ -107,7 +107,7 @@ class Recognised:
         return place(Nest((), self.orders), self.fields, self.extent)
 
     def _memory_placement(self) -> tuple[dict[str, Placement], int, int]:
-        base = self.view.tensors[0].address
+        base = self.view.base
         memory: dict[str, Placement] = {}
         strides, counts = set(), set()
         for part, order, tensor in zip(
@@ -150,7 +150,7 @@ class Recognised:
             boxes.extend(nested(page.offset, memory.offset, axes))
         boxes.sort(key=lambda box: box.left)
         return PageAddressing(
-            self.view.tensors[0].address,
+            self.view.base,
             self.block_stride,
             self.num_blocks,
             self.page_bytes,
