@@ -95,6 +95,7 @@ void bind_cuda(py::module_& module) {
   cuda.attr("BUILT") = true;
   cuda.def("status", &status);
   cuda.def("has_batched_copies", &CopyEngineMover::has_batched_copies);
+  cuda.def("cache_device", &cache_device, py::arg("plan"));
   cuda.def("mean_run_bytes", [](const Plan& plan, int direction) {
     return mean_run_bytes(plan, direction_of(direction));
   }, py::arg("plan"), py::arg("direction"));

@@ -112,6 +112,18 @@ void GraphTransfer::set_ids(const std::vector<DirectIds>& groups) {
   }
 }
 
+int cache_device(const Plan& plan) {
+  for (const Range& range : plan.local_ranges()) {
+    cudaPointerAttributes attributes = {};
+    cuda::check(
+        cudaPointerGetAttributes(&attributes, reinterpret_cast<const void*>(range.address)),
+        "cudaPointerGetAttributes");
+    if (attributes.type == cudaMemoryTypeUnregistered || attributes.type == cudaMemoryTypeHost)
+      return -1;
+  }
+  return cuda::device_of(plan);
+}
+
 uint64_t mean_run_bytes(const Plan& plan, Direction direction) {
   // In doubles: the answer picks a size class, and page sizes are unlimited.
   double bytes = 0, weighted = 0;

@@ -45,6 +45,10 @@ class GraphTransfer {
   std::unique_ptr<CapturedTransfer> captured_;
 };
 
+// The device that holds the plan's caches; -1 if they are in host memory. Throws as device_of() does
+// for caches on several devices. Needs a device: asks CUDA.
+int cache_device(const Plan& plan);
+
 // Mean length, in bytes, of what is contiguous on both sides, weighted by bytes: what decides
 // between movers. 0 if the plan moves nothing in that direction.
 uint64_t mean_run_bytes(const Plan& plan, Direction direction);
