@@ -111,3 +111,16 @@ def test_store_runs_are_counted_before_they_are_expanded() -> None:
     )
     with pytest.raises(TilingError, match="too many to prove"):
         certify([mapping])
+
+
+@pytest.mark.parametrize("layout", ["packed_hnd", "packed_nhd"])
+def test_strides_of_extents_of_one_mean_nothing(layout: str) -> None:
+    """Any number may stand there; engines leave whatever a view happened to have."""
+    spec = LayerSpec.attention("x", num_kv_heads=1, head_size=4, elem=1)
+    shape = (3, 1, 2, 8)
+    for head_stride in (0, 1, 8, 1 << 30):
+        tensor = TensorView(0, shape, (16, head_stride, 8, 1), 1, (0, 1 << 40))
+        mappings = derive_canonical_mappings(
+            LayerTable([spec]), {"x": CacheView.of(tensor, layout, 2)}, RankGrid(), 0, strict=True
+        )
+        assert mappings.addressing["x"].is_contiguous
