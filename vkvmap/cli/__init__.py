@@ -28,6 +28,7 @@ from vkvmap.nearest import nearest
 COMMANDS = {
     "roundtrip": ("roundtrip", "Move a model's KV cache between two configurations and check it."),
     "explain": ("explain", "Say what a move costs and why, layer group by layer group."),
+    "show": ("show", "Draw which rank holds which byte of a page."),
     "mapping": ("mapping", "Print the mapping of one page on one rank."),
     "conformance": ("conformance", "Check this implementation against a file of cases."),
     "models": ("models", "List the model presets."),
