@@ -25,7 +25,7 @@ STREET: list[set[str]] = [
     {"transfer", "calibrate", "metrics"},
     {"store"},
     {"configuration", "paged", "sharing"},
-    {"describe", "models", "conformance", "roundtrip"},
+    {"describe", "models", "conformance", "roundtrip", "convert"},
     {"integrations"},
     {"cli", "__main__"},
 ]

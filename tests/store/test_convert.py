@@ -1,0 +1,140 @@
+"""Page files of one configuration become those of any other, by way of canonical chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import oracle
+from tests.store.small import key_of
+from vkvmap.configuration import Configuration
+from vkvmap.convert import PageFiles, from_canonical, to_canonical
+from vkvmap.errors import RefusedError, StoreError
+from vkvmap.identity import Identity
+from vkvmap.spec import LayerSpec, LayerTable
+from vkvmap.store import CanonicalStore
+
+LAYERS = LayerTable(
+    [
+        spec
+        for index in range(3)
+        for spec in (
+            LayerSpec.attention(f"layers.{index}.attn", num_kv_heads=2, head_size=8, group="full"),
+            LayerSpec.mla(f"layers.{index}.latent", row_bytes=29, group="latent"),
+        )
+    ]
+)
+TOKENS = 64
+IDENTITY = Identity("org/model", "abc", LAYERS, TOKENS)
+KEYS = [key_of(number) for number in range(7)]
+LAYOUT = {"full": "", "latent": "mla"}
+
+
+def expected_file(files: PageFiles, stage: int, rank: int, group: str, chunk: int) -> bytes:
+    """A rank's page file, by asking every token and head for its bytes."""
+    side, pieces = files.configuration, []
+    for name in side.stage_layers(LAYERS)[stage]:
+        spec = LAYERS[name]
+        if spec.group != group:
+            continue
+        seed = 100 * chunk + LAYERS.index(name)
+        content = oracle.truth_of(spec, TOKENS, oracle.drawn(seed))
+        slots = oracle.tokens_of(side.grid, rank, side.block_size, True)
+        heads = None
+        if spec.num_kv_heads is not None:
+            heads = oracle.parts_of(spec.num_kv_heads, side.tp, rank % side.tp)
+        for page in range(TOKENS // side.span):
+            tokens = [page * side.span + slot for slot in slots]
+            layout = LAYOUT[group] or side.layout
+            pieces.append(oracle.page(layout, content.some(tokens, heads)).tobytes())
+    return b"".join(pieces)
+
+
+def page_files(root: Path, configuration: str) -> PageFiles:
+    return PageFiles(root, IDENTITY, Configuration.parse(configuration))
+
+
+def ranks(files: PageFiles) -> list[tuple[int, int]]:
+    side = files.configuration
+    return [(stage, rank) for stage in range(side.pp) for rank in range(side.grid.size)]
+
+
+def write_all(files: PageFiles) -> None:
+    for stage, rank in ranks(files):
+        for group in LAYERS.groups:
+            for chunk, key in enumerate(KEYS):
+                path = files.path(stage, rank, group, key)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(expected_file(files, stage, rank, group, chunk))
+
+
+SIDES = [
+    "tp=4,dcp=2,layout=split_nhd,block=16",
+    "tp=1,pp=3,layout=packed_hnd,block=64",
+    "tp=2,layout=split_hnd,block=32",
+]
+
+
+@pytest.mark.parametrize("source", SIDES)
+@pytest.mark.parametrize("target", SIDES)
+def test_files_of_one_configuration_become_files_of_another(tmp_path, source, target):
+    before, after = page_files(tmp_path / "a", source), page_files(tmp_path / "b", target)
+    write_all(before)
+    told: list[tuple[int, int]] = []
+    with CanonicalStore(tmp_path / "store", IDENTITY, sync="none") as store:
+        done = to_canonical(
+            before, store, batch_bytes=20_000, progress=lambda *now: told.append(now)
+        )
+        assert done.chunks == 14 and not done.skipped
+        assert told[-1] == (14, 14) and len(told) > 4
+        assert from_canonical(store, after, batch_bytes=20_000).chunks == 14
+    for stage, rank in ranks(after):
+        for group in LAYERS.groups:
+            assert after.keys(group) == sorted(KEYS)
+            for chunk, key in enumerate(KEYS):
+                found = after.path(stage, rank, group, key).read_bytes()
+                assert found == expected_file(after, stage, rank, group, chunk)
+
+
+def test_a_chunk_with_a_missing_or_short_file_is_skipped_and_said_so(tmp_path):
+    files = page_files(tmp_path / "a", SIDES[0])
+    write_all(files)
+    files.path(0, 3, "full", KEYS[1]).unlink()
+    short = files.path(0, 2, "latent", KEYS[2])
+    short.write_bytes(short.read_bytes()[:-1])
+    with CanonicalStore(tmp_path / "store", IDENTITY, sync="none") as store:
+        done = to_canonical(files, store)
+        assert done.chunks == 12
+        assert "No such file" in done.skipped[f"full {KEYS[1].hex()}"]
+        assert "this configuration writes" in done.skipped[f"latent {KEYS[2].hex()}"]
+        assert store.lookup(KEYS, "full").tolist() == [n != 1 for n in range(7)]
+
+
+def test_chosen_keys_alone_are_exported(tmp_path):
+    files = page_files(tmp_path / "a", SIDES[2])
+    write_all(files)
+    with CanonicalStore(tmp_path / "store", IDENTITY, sync="none") as store:
+        to_canonical(files, store)
+        out = page_files(tmp_path / "b", SIDES[1])
+        assert from_canonical(store, out, keys=KEYS[2:4]).chunks == 4
+        assert out.keys("full") == sorted(KEYS[2:4])
+
+
+def test_files_of_another_identity_are_refused(tmp_path):
+    files = page_files(tmp_path / "a", SIDES[2])
+    other = Identity("org/model", "abd", LAYERS, TOKENS)
+    with (
+        CanonicalStore(tmp_path / "store", other) as store,
+        pytest.raises(StoreError, match='revision is "abc" there and "abd" here'),
+    ):
+        to_canonical(files, store)
+
+
+def test_a_configuration_that_cannot_be_certified_is_refused(tmp_path):
+    files = page_files(tmp_path / "a", "tp=3,block=16")
+    folder = files.path(0, 0, "full", KEYS[0])
+    folder.parent.mkdir(parents=True)
+    folder.write_bytes(b"")
+    with CanonicalStore(tmp_path / "store", IDENTITY) as store, pytest.raises(RefusedError):
+        to_canonical(files, store)
