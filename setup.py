@@ -4,7 +4,7 @@ Everything about the package itself is in pyproject.toml. What a build can be to
 environment variables of the same names as the CMake options, since that is what ``pip install``
 passes on:
 
-    VKVMAP_CUDA=AUTO|ON|OFF        compile the CUDA mover: when a compiler is found, or else fail, or never
+    VKVMAP_CUDA=AUTO|ON|OFF        compile the CUDA mover: when a compiler is found, always, never
     VKVMAP_CUDA_ARCHITECTURES=...  as CMAKE_CUDA_ARCHITECTURES
     VKVMAP_SANITIZE=...            "address,undefined" or "thread"
     CMAKE_ARGS=...                 further arguments of the configure step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -167,3 +168,16 @@ def test_the_wheel_meets_a_manylinux_policy(distributions: dict[str, Path], tmp_
     )  # fmt: skip
     repaired = next(tmp_path.glob("*manylinux*.whl"))
     assert not [n for n in zipfile.ZipFile(repaired).namelist() if ".libs/" in n and "cuda" in n]
+
+
+def test_declared_lower_bounds_are_the_ones_that_were_tried() -> None:
+    """scripts/lower-bounds.sh runs the tests with exactly these."""
+    declared = re.search(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert declared is not None
+    bounds = dict(re.findall(r'"([\w-]+)>=([\d.]+)"', declared[1]))
+    tried = dict(
+        re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "tests/lower-bounds.txt").read_text(), re.M)
+    )
+    assert {name: tuple(map(int, v.split("."))) for name, v in tried.items()} == {
+        name: tuple(map(int, f"{v}.0.0".split(".")[:3])) for name, v in bounds.items()
+    }
