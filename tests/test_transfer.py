@@ -331,3 +331,17 @@ def test_a_torch_cache_that_is_freed_under_the_plan_is_noticed() -> None:
             tensor.untyped_storage().resize_(0)
             with pytest.raises(StalePlanError, match="rebuild"):
                 plan.store(([0], [0]))
+
+
+def test_a_mover_that_cannot_reach_the_cache_is_an_error_not_a_downgrade() -> None:
+    table, caches, _ = hybrid()
+    mappings = derive_canonical_mappings(table, caches, RankGrid(), 0)
+    with Region.create(sections_for(mappings, TOKENS, 4), backing="private") as region:
+        for mover in ("kernel", "copy_engine"):
+            with pytest.raises(PlanError, match="cannot reach caches on 'cpu'"):
+                TransferPlan(mappings, caches, region, chunk_tokens=TOKENS, mover=mover)
+        with TransferPlan(mappings, caches, region, chunk_tokens=TOKENS) as plan:
+            with pytest.raises(PlanError, match="kernel"):
+                plan.store({"full": ([0], [0])}, mover="kernel")
+            with pytest.raises(PlanError, match="teleport"):
+                plan.store({"full": ([0], [0])}, mover="teleport")

@@ -58,6 +58,7 @@ class TransferPlan:
         self._chunk_tokens = chunk_tokens
         self._writers = writers
         self._mover = mover
+        self._movers = (self._choose(mover, STORE), self._choose(mover, LOAD))
         self.engine = engine if engine is not None else default_engine()
         self._closed = False
 
@@ -150,10 +151,33 @@ class TransferPlan:
                 layers=_layer_range(layers),
                 expedited=expedited,
                 progress=self._progress(progress),
-                mover=mover or self._mover,
+                mover=self._movers[direction] if mover is None else self._choose(mover, direction),
             )
         except ValueError as error:
             raise PlanError(str(error)) from None
+
+    def _choose(self, mover: str, direction: int) -> str:
+        """The mover by name; ``"auto"`` is decided by calibration where a GPU is involved."""
+        on_host = self._packed.device == "cpu"
+        if mover == "auto":
+            if on_host:
+                return "host"
+            from vkvmap import cuda
+            from vkvmap.calibrate import choose_mover
+
+            chosen = choose_mover(self._packed.native, direction)
+            if chosen == "host":
+                raise PlanError(
+                    f"the caches are on {self._packed.device}, which this build cannot reach: "
+                    f"{cuda.why_not()}"
+                )
+            return chosen
+        if mover in ("host", "kernel", "copy_engine") and (mover == "host") is not on_host:
+            raise PlanError(
+                f"mover {mover!r} cannot reach caches on {self._packed.device!r}; use "
+                f"{'host' if on_host else 'kernel or copy_engine'}, or auto"
+            )
+        return mover
 
     def _progress(self, progress: NDArray[np.uint32] | None) -> Any:
         if progress is None:
