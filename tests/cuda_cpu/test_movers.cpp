@@ -216,7 +216,7 @@ void ids_of_a_pending_transfer_are_kept(uint64_t seed) {
   c.local_extent = c.host_extent = c.local_stride = c.page_stride = 32;
   c.num_layers = 1;
   const uint64_t n = 2500;  // more than fit into parameters
-  World w(r, {c}, 3 * n, 3 * n, 1);
+  World w(r, {c}, 3 * n, 1, 3 * n);
   auto pinned = pin(w);
   const auto state = w.plan->mover_state(kernel_mover());
   KernelTuning tuning;
