@@ -32,6 +32,11 @@ COMMANDS = {
     "mapping": ("mapping", "Print the mapping of one page on one rank."),
     "conformance": ("conformance", "Check this implementation against a file of cases."),
     "models": ("models", "List the model presets."),
+    "identity": ("identity", "Print what a deployment stores its pages under."),
+    "verify": ("verify", "Will two engines understand each other's pages?"),
+    "store": ("store", "Look into, check and trim a store of pages."),
+    "convert": ("convert", "Page files of ranks to a store, and back."),
+    "info": ("info", "What a bug report needs: build, devices, limits, calibration."),
 }
 
 
@@ -108,6 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage(error: click.UsageError, as_json: bool) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError" and not as_json:
+        click.echo(error.format_message(), err=True)
+        return EXIT_WRONG
     message = error.format_message()
     details: dict[str, str] = {}
     parameter = getattr(error, "param", None)

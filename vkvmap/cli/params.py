@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from vkvmap.configuration import ATTENTION_LAYOUTS, Configuration, ConfigurationError
+from vkvmap.identity import Identity
 from vkvmap.models import KV_DTYPES, PRESETS, ModelError, load_model
 from vkvmap.nearest import nearest
+from vkvmap.paged import layout_for
+from vkvmap.sharing import span_tokens
 from vkvmap.spec import LayerTable
 
 if TYPE_CHECKING:
@@ -175,3 +178,59 @@ def configuration(
         return Configuration.parse(text, layout=layout, block_size=block_size, pcp_mode=pcp_mode)
     except ConfigurationError as error:
         raise click.BadParameter(str(error), param_hint=f"'{option}'") from None
+
+
+identity_options = options(
+    click.option(
+        "--revision",
+        required=True,
+        help="The exact checkpoint (a commit or a digest): two revisions are two models.",
+    ),
+    click.option(
+        "--family",
+        type=OneOf(("universal", "native")),
+        default="universal",
+        show_default=True,
+        help="Byte order of the stored pages.",
+    ),
+    click.option("--adapter", help="Name and version of the adapter that was applied."),
+    click.option("--salt", default="", help="Keeps tenants or experiments apart."),
+)
+
+
+def stored_identity(
+    model: str,
+    table: LayerTable,
+    side: Configuration,
+    chunk_tokens: int,
+    *,
+    revision: str,
+    family: Any,
+    adapter: str | None,
+    salt: str,
+) -> Identity:
+    """The identity that pages of this deployment are stored under.
+
+    A preset stores under the name of its checkpoint, a file under its own. Raises FormatError
+    where chunks are not whole pages.
+    """
+    preset = PRESETS.get(model.lower())
+    groups = {name: table.in_group(name) for name in table.groups}
+    native = family == "native"
+    return Identity(
+        preset.checkpoint if preset is not None else model,
+        revision,
+        table,
+        chunk_tokens,
+        family=family,
+        adapter=adapter,
+        salt=salt,
+        layouts={spec.name: layout_for(spec, side.layout) for spec in table.values()}
+        if native
+        else None,
+        spans={
+            name: max(span_tokens(spec, side) for spec in specs) for name, specs in groups.items()
+        }
+        if native
+        else None,
+    )

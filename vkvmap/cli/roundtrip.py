@@ -175,13 +175,13 @@ def _first_layers(layers: LayerTable, count: int | None) -> LayerTable:
 
 def _missing_mover(mover: str) -> str:
     """Why `mover` cannot run here, or an empty string."""
-    from vkvmap import _C
+    from vkvmap import _C, cuda
 
-    if mover == "auto" or mover in _C.mover_names():
+    if mover in ("auto", "host"):
         return ""
+    why = cuda.why_not() if mover in _C.mover_names() else "this build does not have it"
     return (
-        f"--mover {mover}: this build and machine have {', '.join(_C.mover_names())}; choose one "
-        "of them (see: vkvmap info)"
+        f"--mover {mover} cannot run here: {why or 'the caches of this command are in host memory'}"
     )
 
 
