@@ -9,7 +9,8 @@ What must stay true, with any process killed between any two system calls:
     eviction corrects it;
  3. a temporary is locked by its writer for as long as that lives; one that can be locked is an
     orphan;
- 4. `epoch` is raised before a chunk disappears, so that whoever remembers chunks looks again.
+ 4. `epoch` is raised before a chunk disappears, so that a crash cannot hide it, and again after, so
+    that who looked in between looks again.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from vkvmap.errors import StoreError
+from vkvmap.store_base import SUFFIX
 from vkvmap.store_files import FileSystem
 
-SUFFIX = ".chunk"
 TEMPORARY = "tmp"
 QUARANTINE = "quarantine"
 _STATE = struct.Struct("<8sQQ16s")  # magic, used, epoch, boot
@@ -207,7 +208,9 @@ class Space:
             except FileNotFoundError:
                 return False
             self._next_epoch()
-            return self._remove(path, nbytes)
+            removed = self._remove(path, nbytes)
+            self._next_epoch()
+            return removed
 
     def _remove(self, path: str, nbytes: int) -> bool:
         try:
@@ -235,6 +238,7 @@ class Space:
             parts = os.path.relpath(path, self.root).split(os.sep)
             name = f"{parts[0][:16]}-{parts[1]}-{parts[-1]}.{self._pid}-{next(self._names)}"
             self.files.rename(path, f"{folder}/{name}")
+            self._next_epoch()
             kept = sorted(os.scandir(folder), key=lambda item: item.stat().st_mtime_ns)
             for item in kept[: max(0, len(kept) - self.quarantine_files)]:
                 self._remove(item.path, item.stat().st_size)
@@ -256,6 +260,7 @@ class Space:
             if self.used <= goal:
                 break
             self.evicted += self._remove(entry.path, entry.nbytes)
+        self._next_epoch()
 
     def _count(self) -> tuple[list[Entry], int]:
         """All chunks, and the bytes that they, living temporaries and quarantine take.

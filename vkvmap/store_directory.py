@@ -1,4 +1,4 @@
-"""One chunk to or from its file: the whole sequence of steps, each of which may be the last.
+"""Chunks in a directory: every step to or from a file, each of which may be the last.
 
 Store: look, digest, reserve, write, sync, rename. Load: open, read, verify. A process killed
 between any two of them leaves a whole chunk or none, and at worst a temporary that the next count
@@ -9,58 +9,24 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from vkvmap.errors import FormatError
-from vkvmap.format import ChunkFormat
-from vkvmap.ledger import Ledger
+from vkvmap.store_base import SUFFIX, Result, Shelf
 from vkvmap.store_files import ChunkFiles, close_quietly
-from vkvmap.store_job import Outcome
-from vkvmap.store_space import SUFFIX, Space
+from vkvmap.store_space import Space
 
 Bytes = npt.NDArray[np.uint8]
 Sync = Literal["none", "data", "full"]
 
 
-@dataclass(frozen=True)
-class Shelf:
-    """Where the chunks of one region section go.
-
-    Attributes:
-        chunk: their format.
-        base: the folder above the buckets.
-        ledger: when rows of the section are complete, or None where nobody keeps one.
-        known: keys that were there at the last look.
-    """
-
-    chunk: ChunkFormat
-    base: str
-    ledger: Ledger | None = None
-    known: set[bytes] = field(default_factory=set)
-
-    def path(self, key: bytes) -> str:
-        """The file of the chunk `key`."""
-        name = key.hex()
-        return f"{self.base}/{name[:2]}/{name}{SUFFIX}"
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of one chunk, why, and the bytes that moved."""
-
-    outcome: Outcome
-    reason: str | None = None
-    written: int = 0
-    read: int = 0
-
-
-class ChunkIo:
-    """Stores and loads single chunks; several threads use one."""
+class Directory:
+    """The backend that keeps chunks as files below one root."""
 
     def __init__(self, space: Space, chunks: ChunkFiles, sync: Sync) -> None:
         self._space = space
@@ -70,17 +36,13 @@ class ChunkIo:
 
     # ---- store --------------------------------------------------------------------------------
 
-    def put(self, shelf: Shelf, key: bytes, payload: Bytes, row: int | None) -> Result:
-        """Store the chunk in `payload`, which is region row `row` where the shelf has a ledger."""
+    def put(
+        self, shelf: Shelf, key: bytes, payload: Bytes, unchanged: Callable[[], bool]
+    ) -> Result:
+        """Store the chunk in `payload`, unless it is there; see `Backend`."""
         if os.access(shelf.path(key), os.F_OK):
             shelf.known.add(key)
             return Result("present")
-        ledger = shelf.ledger if row is not None else None
-        generation = 0
-        if ledger is not None and row is not None:
-            generation = ledger.generation(row)
-            if not ledger.complete([row])[0]:
-                return Result("incomplete", f"writers {ledger.waiting_for(row)} have not reported")
         header = shelf.chunk.header(key, payload)
         nbytes = len(header) + shelf.chunk.padded_payload_bytes
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -94,9 +56,9 @@ class ChunkIo:
         try:
             padded = shelf.chunk.padded_payload_bytes
             self._chunks.write(fd, header, payload, padded, sync=self._sync != "none")
-            if ledger is not None and row is not None and ledger.generation(row) != generation:
+            if not unchanged():
                 self._space.abandon(temporary, nbytes)
-                return Result("incomplete", f"row {row} got new content while it was written")
+                return Result("incomplete", "the row got new content while it was written")
             return self._publish(shelf, key, temporary, nbytes)
         except OSError as error:
             self._space.abandon(temporary, nbytes)
@@ -144,6 +106,54 @@ class ChunkIo:
             return Result("hit", read=payload.nbytes)
         finally:
             close_quietly(self._files, fd)
+
+    # ---- look ---------------------------------------------------------------------------------
+
+    def lookup(self, shelf: Shelf, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys are there; see `Backend`."""
+        found = self._finder(shelf)
+        return [found(key) for key in keys]
+
+    def prefix(self, shelf: Shelf, keys: Sequence[bytes]) -> int:
+        """How many keys, from the first, are there without a gap."""
+        found = self._finder(shelf)
+        for index, key in enumerate(keys):
+            if not found(key):
+                return index
+        return len(keys)
+
+    def _finder(self, shelf: Shelf) -> Callable[[bytes], bool]:
+        epoch = self._space.epoch
+        known, base, access = shelf.known, shelf.base, os.access
+        if epoch != shelf.looked_at[0]:
+            # A chunk has disappeared since: what was known to be there may not be.
+            known.clear()
+            shelf.looked_at[0] = epoch
+
+        def found(key: bytes) -> bool:
+            if key in known:
+                return True
+            name = key.hex()
+            if access(f"{base}/{name[:2]}/{name}{SUFFIX}", os.F_OK):
+                known.add(key)
+                return True
+            return False
+
+        return found
+
+    def delete(self, shelf: Shelf, keys: Sequence[bytes]) -> int:
+        """Remove chunks; how many there were."""
+        return sum(self._space.remove(shelf.path(key)) for key in keys)
+
+    # ---- the directory ------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """Chunks that this process evicted, and the bytes that the directory takes."""
+        return {"evicted": self._space.evicted, "used_bytes": self._space.used}
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        self._space.close()
 
 
 def _not_stored(error: OSError) -> Result:
