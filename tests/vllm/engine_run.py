@@ -1,0 +1,82 @@
+"""One life of the real engine, in a process of its own: ``python engine_run.py TASK.json``.
+
+Starts vLLM on the CPU as the task says, generates greedily, and prints one line of JSON that begins
+with ``RESULT``: per pass and prompt the tokens, the prompt's length and how much of it was cached,
+and the engine's metrics at the end. Everything else on stdout and stderr is the engine's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "PYTHONHASHSEED": "0",
+}
+
+BASE = "The quick brown fox jumps over the lazy dog and then some more text follows. " * 4
+PROMPTS = [BASE + "first", "ZYX " + BASE[:240], "second request: " + BASE[10:260]]
+
+
+def main(task: dict[str, Any]) -> None:
+    os.environ.update({key: os.environ.get(key, value) for key, value in ENVIRONMENT.items()})
+    if task.get("patch"):
+        __import__(task["patch"]).apply()
+    from vllm import LLM, SamplingParams
+
+    keywords: dict[str, Any] = {
+        "model": task["model"],
+        "enforce_eager": True,
+        "dtype": task.get("dtype", "float32"),
+        "block_size": 32,
+        "max_model_len": 1024,
+        "disable_log_stats": False,
+        "tensor_parallel_size": task.get("tp", 1),
+    }
+    if task.get("tp", 1) > 1:
+        keywords["distributed_executor_backend"] = "mp"
+    if task.get("transfer"):
+        keywords["kv_transfer_config"] = task["transfer"]
+    keywords.update(task.get("engine", {}))
+    llm = LLM(**keywords)
+    greedy = SamplingParams(max_tokens=task.get("tokens", 12), temperature=0, ignore_eos=True)
+    passes = []
+    prompts = task.get("prompts", PROMPTS)
+    for _ in range(task.get("passes", 1)):
+        outputs = llm.generate(prompts, greedy, use_tqdm=False)
+        passes.append(
+            [
+                {
+                    "tokens": list(output.outputs[0].token_ids),
+                    "length": len(output.prompt_token_ids),
+                    "cached": output.num_cached_tokens,
+                }
+                for output in outputs
+            ]
+        )
+        # A store is submitted at the start of the step after; give it one, then forget the cache.
+        llm.generate(["tail"], greedy, use_tqdm=False)
+        llm.reset_prefix_cache()
+    metrics = {}
+    for metric in llm.get_metrics():
+        value = getattr(metric, "value", None)
+        if value is not None and ("offload" in metric.name or "vkvmap" in metric.name):
+            labels = ",".join(
+                v for k, v in sorted(metric.labels.items()) if k in ("direction", "tier")
+            )
+            metrics[f"{metric.name}{{{labels}}}" if labels else metric.name] = value
+    print("RESULT " + json.dumps({"passes": passes, "metrics": metrics}), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

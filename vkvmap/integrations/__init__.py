@@ -1,0 +1,1 @@
+"""Engines that vkvmap runs in; each is optional and nothing else imports them."""
