@@ -932,7 +932,7 @@ class Run:
             raise PtxError("vector width")
         ds = [self.wr(q, dt) for q in dst]
         if self.space(m) == "param":
-            q = re.match(r"\[\s*([\w$%]+)\s*(?:\+\s*(\d+))?\s*\]", a[1])
+            q = re.match(r"\[\s*([\w$%]+)\s*(?:\+\s*(-?\d+))?\s*\]", a[1])
             if q[1] not in self.k.params and q[1] not in self.regs:  # the result of a call
                 return lambda L: [d(L, np.zeros(len(L), dt)) for d in ds] and None
         sp, ad, t = self.space(m), self.addr(a[1]), i.text
