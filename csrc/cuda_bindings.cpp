@@ -1,8 +1,9 @@
 // Python's view of the GPU: `vkvmap._C.cuda`. No logic. In a build without CUDA the submodule exists,
-// says so, and has nothing else.
+// says so, and has nothing but arithmetic.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "coalescing.h"
 #ifdef VKVMAP_WITH_CUDA
 #include "cuda_direct.h"
 #include "cuda_mover.h"
@@ -13,14 +14,38 @@ namespace py = pybind11;
 
 namespace vkvmap {
 
-#ifdef VKVMAP_WITH_CUDA
-
 namespace {
 
 Direction direction_of(int value) {
   if (value != 0 && value != 1) throw py::value_error("direction must be STORE (0) or LOAD (1)");
   return static_cast<Direction>(value);
 }
+
+// Arithmetic on a plan: needs neither CUDA nor a GPU.
+void bind_coalescing(py::module_& cuda) {
+  cuda.def("count_accesses", [](const Plan& plan, int direction) {
+    py::list classes;
+    for (uint32_t c = 0; c < plan.header().num_classes; ++c) {
+      const AccessCounts n = count_accesses(plan, direction_of(direction), c);
+      py::dict view;
+      view["bytes"] = n.bytes;
+      view["requests"] = n.requests;
+      view["tiles"] = n.tiles;
+      view["host_lines"] = n.host_lines;
+      view["host_sectors"] = n.host_sectors;
+      view["device_lines"] = n.device_lines;
+      view["device_sectors"] = n.device_sectors;
+      classes.append(view);
+    }
+    return classes;
+  }, py::arg("plan"), py::arg("direction"));
+}
+
+}  // namespace
+
+#ifdef VKVMAP_WITH_CUDA
+
+namespace {
 
 py::dict status() {
   const CudaStatus s = cuda_status();
@@ -93,6 +118,7 @@ void enqueue_with(M& mover, const std::shared_ptr<const Plan>& plan, Direction d
 void bind_cuda(py::module_& module) {
   py::module_ cuda = module.def_submodule("cuda", "GPU movers, registration, device information.");
   cuda.attr("BUILT") = true;
+  bind_coalescing(cuda);
   cuda.def("status", &status);
   cuda.def("has_batched_copies", &CopyEngineMover::has_batched_copies);
   cuda.def("cache_device", &cache_device, py::arg("plan"));
@@ -165,6 +191,7 @@ void bind_cuda(py::module_& module) {
 void bind_cuda(py::module_& module) {
   py::module_ cuda = module.def_submodule("cuda", "This build has no CUDA.");
   cuda.attr("BUILT") = false;
+  bind_coalescing(cuda);
 }
 
 #endif
