@@ -310,3 +310,55 @@ def test_info_measures_anew_on_request(cli: Any, monkeypatch: pytest.MonkeyPatch
     assert asked == [True]
     assert answer["calibration"]["VKVMAP_MOVER_LOAD"] == "kernel"
     assert set(answer["calibration"]["device 0 load"].values()) <= set(calibrate.GPU_MOVERS)
+
+
+# ---- bench ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with one good and one failing benchmark."""
+    import vkvmap
+
+    folder = tmp_path / "checkout" / "benchmarks"
+    folder.mkdir(parents=True)
+    good = """
+import json, sys
+rounds = sys.argv[sys.argv.index("--rounds") + 1] if "--rounds" in sys.argv else 9
+figure = {"name": "speed", "value": float(rounds), "unit": "s", "baseline": 1.0, "ratio": 2.5}
+if __name__ == "__main__":
+    open(sys.argv[sys.argv.index("--json") + 1], "w").write(json.dumps([figure]))
+"""
+    (folder / "derive.py").write_text(good)
+    (folder / "wrong.py").write_text("if __name__ == '__main__': raise SystemExit('bytes differ')")
+    (folder / "harness.py").write_text("")
+    monkeypatch.setattr(vkvmap, "__file__", str(tmp_path / "checkout" / "vkvmap" / "x.py"))
+    return folder
+
+
+def test_bench_runs_what_there_is(cli: Any, benchmarks: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "bench.svg"
+    ran = cli(f"bench --json --rounds 3 --plot {plot}")
+    assert ran.code == 0
+    assert ran.json["results"]["derive"][0]["value"] == 3.0
+    assert "2.5x" in plot.read_text()
+    assert "2.5x" in cli("bench derive").out
+    assert cli("bench --list").out.split() == ["derive", "wrong"]
+    assert cli("bench --list --json").json["usual"] == ["derive"]
+
+
+def test_bench_fails_where_a_benchmark_does(cli: Any, benchmarks: Path) -> None:
+    ran = cli("bench wrong derive")
+    assert ran.code == 1 and "bytes differ" in ran.out and "2.5x" in ran.out
+    assert cli("bench wrong --json").json["failed"].keys() == {"wrong"}
+
+
+def test_wrong_input_to_bench_is_answered(cli: Any, benchmarks: Path) -> None:
+    assert "'derive'" in cli("bench derve").err
+    assert cli("bench derve").code == 2
+    assert "bench.svg" in cli("bench --plot bench.png").err
+    assert cli("bench --rounds 0").code == 2
+    for file in benchmarks.glob("*.py"):
+        file.unlink()
+    ran = cli("bench")
+    assert ran.code == 3 and "come with the source" in ran.err

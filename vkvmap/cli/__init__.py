@@ -36,6 +36,7 @@ COMMANDS = {
     "verify": ("verify", "Will two engines understand each other's pages?"),
     "store": ("store", "Look into, check and trim a store of pages."),
     "convert": ("convert", "Page files of ranks to a store, and back."),
+    "bench": ("bench", "Measure this machine."),
     "info": ("info", "What a bug report needs: build, devices, limits, calibration."),
 }
 

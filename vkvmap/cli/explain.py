@@ -109,11 +109,11 @@ def _print(model: str, report: Report) -> None:
     out.print(report.sides[1].configuration)
     out.print("can be moved ", verdict(report.possible))
     for reason in reasons:
-        out.print(f"  because {reason}", style="red")
+        out.print(f"  because {reason}", style="red", soft_wrap=True)
     out.print(f"{report.family} pages in chunks of {report.chunk_tokens} tokens")
     if report.family == "universal":
         for why in report.native_obstacles:
-            out.print(f"  not native: {why}", style="dim")
+            out.print(f"  not native: {why}", style="dim", soft_wrap=True)
     for side in report.sides:
         out.print()
         _print_side(side, report)
@@ -122,6 +122,7 @@ def _print(model: str, report: Report) -> None:
     out.print(
         f"Times are estimates from published measurements ({note}); measure with: vkvmap bench",
         style="dim",
+        soft_wrap=True,
     )
 
 

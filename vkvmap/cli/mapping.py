@@ -148,16 +148,23 @@ def command(
         )
         return 0 if mapping.certified else EXIT_NO
     out = console()
-    out.print("certified ", verdict(mapping.certified, reason or f"{family} family"))
+    answer = verdict(mapping.certified, reason or f"{family} family")
+    out.print("certified ", answer, soft_wrap=True)
     out.print(
         f"canonical page {size(mapping.canonical_page_size_bytes)} "
         f"({mapping.span_tokens} tokens), local page {size(mapping.local_page_size_bytes)}, "
         f"{'the same' if mapping.parallelism_agnostic else 'not the same'} under any configuration"
     )
+    turn = f"writes page b where b % {mapping.num_writers} == {mapping.writer_index}"
+    if mapping.num_writers == 1:
+        turn = "writes every page"
     out.print(
-        f"writes page b where b % {mapping.num_writers} == {mapping.writer_index}; "
-        f"{mapping.num_fragments} fragments in {len(mapping.runs)} runs"
+        f"{turn}; {_count(mapping.num_fragments, 'fragment')} in {_count(len(mapping.runs), 'run')}"
     )
     columns = ("local", "canonical", "fragment", "count", "local stride", "canonical stride")
     out.print(table(columns, [tuple(asdict(run).values()) for run in mapping.runs], left=0))
     return 0 if mapping.certified else EXIT_NO
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

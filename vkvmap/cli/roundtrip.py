@@ -254,12 +254,13 @@ def _print(model: str, job: Job, outcome: Outcome) -> None:
             f"every byte is right: {size(checked)} compared on {len(outcome.reports)} ranks, "
             f"{size(loaded)} of them loaded; {seconds(total)} in all"
         )
-        out.print(verdict(True, text))
+        out.print(verdict(True, text), soft_wrap=True)
         return
     out.print(verdict(False, f"{len(bad)} of {len(outcome.reports)} ranks are wrong"))
     for report in bad[:5]:
         what = report.error or f"{report.wrong:,} wrong bytes, the first at {report.first_wrong}"
-        out.print(f"  {report.side} stage {report.stage} rank {report.rank}: {what}", style="red")
+        text = f"  {report.side} stage {report.stage} rank {report.rank}: {what}"
+        out.print(text, style="red", soft_wrap=True)
 
 
 def _row(report: RankReport) -> tuple[object, ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from vkvmap.describe.colour import RGB, css
+from vkvmap.describe.colour import RGB, css, of_rank
 from vkvmap.describe.picture import Picture
-from vkvmap.describe.scene import Rect, Scene, Words, lay_out
+from vkvmap.describe.scene import INK, PAPER, SOFT, Rect, Scene, Words, lay_out
 from vkvmap.errors import VkvmapError
 
 FORMATS = ("svg", "png", "html")
@@ -119,3 +120,21 @@ def _png_rect(pen: Any, item: Rect) -> None:
         pen.rounded_rectangle(box, radius=item.radius * _SCALE, fill=item.fill)
     else:
         pen.rectangle(box, fill=item.fill)
+
+
+def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
+    """Ratios as horizontal bars in an SVG document; the line stands at 1."""
+    scene = Scene(width=900.0, height=70.0 + 22 * len(values), title=title)
+    scene.add(Rect(0, 0, scene.width, scene.height, PAPER))
+    scene.add(Words(24, 34, title, 16, bold=True))
+    left, room = 430.0, 380.0
+    most = max([1.0, *(value for _, value in values)])
+    one = left + room / most
+    for index, (name, value) in enumerate(values):
+        top = 52.0 + 22 * index
+        shade = of_rank(0, 6) if value >= 1 else of_rank(3, 6)
+        scene.add(Words(left - 8, top + 12, name, 11, INK, "end"))
+        scene.add(Rect(left, top, max(1.0, room * value / most), 16, shade, radius=2))
+        scene.add(Words(left + room * value / most + 6, top + 12, f"{value:.3g}x", 11, SOFT))
+    scene.add(Rect(one - 0.5, 46, 1, 22.0 * len(values) + 4, SOFT))
+    return svg(scene)
