@@ -6,6 +6,7 @@
 #   sanitizers  native tests under AddressSanitizer + UndefinedBehaviorSanitizer, ThreadSanitizer
 #   cuda        the CUDA kernel without a GPU: compiled, disassembled, simulated (needs nvcc)
 #   store       crash, corruption and concurrency tests of the store
+#   remote      the store over a real Mooncake cluster on the loopback
 #   fuzz        short runs of the fuzzers
 #   packaging   sdist and wheel, installed in fresh environments
 #   vllm        the real engine on the CPU, in an environment of its own
@@ -14,7 +15,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 venv=${VKVMAP_VENV:-.venv}
-all=(lint core sanitizers cuda store fuzz packaging vllm)
+all=(lint core sanitizers cuda store remote fuzz packaging vllm)
 
 lane_lint() {
   "$venv/bin/ruff" check . && "$venv/bin/ruff" format --check . && "$venv/bin/mypy"
@@ -26,6 +27,7 @@ lane_core() {
 lane_sanitizers() { tests/native/run_sanitizers.sh; }
 lane_cuda() { VKVMAP_TEST_CUDA=1 "$venv/bin/python" -m pytest -q -n "${VKVMAP_JOBS:-2}" tests -m cuda; }
 lane_store() { "$venv/bin/python" -m pytest -q -n "${VKVMAP_JOBS:-2}" tests -m store; }
+lane_remote() { tests/store/run_remote.sh "$venv"; }
 lane_fuzz() { "$venv/bin/python" -m pytest -q tests -m fuzz; }
 lane_packaging() { "$venv/bin/python" -m pytest -q tests -m packaging; }
 lane_vllm() { tests/vllm/run.sh; }

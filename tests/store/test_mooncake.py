@@ -39,8 +39,9 @@ def master_program() -> str | None:
     )
 
 
+pytestmark = [pytest.mark.store]
 if os.environ.get("VKVMAP_REMOTE") != "1":
-    pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no Mooncake: {missing()}")
+    pytestmark.append(pytest.mark.skipif(bool(missing()), reason=f"no Mooncake: {missing()}"))
 
 
 def free_port() -> int:

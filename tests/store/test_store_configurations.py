@@ -10,6 +10,8 @@ import pytest
 
 from vkvmap.store_upkeep import fsck
 
+pytestmark = pytest.mark.store
+
 
 def deploy(path: str, action: str, configuration: str) -> None:
     task = json.dumps({"path": path, "action": action, "configuration": configuration})

@@ -11,6 +11,8 @@ import pytest
 
 from tests.store.faults import after_power_loss, crowd, damage, kill, power
 
+pytestmark = pytest.mark.store
+
 
 def test_a_writer_killed_at_any_point_leaves_whole_chunks_or_none():
     totals = kill(500)
