@@ -80,6 +80,7 @@ void run_on_lane(const Transfer& transfer, uint64_t first, uint64_t last, int de
     DeviceGuard guard(device);
     CaptureModeGuard relaxed;
     stream = Device::get(device).stream(transfer.direction == Direction::Store ? Lane::store
+                                        : transfer.expedited                   ? Lane::expedited
                                                                                : Lane::load);
     try {
       if (transfer.ticket) static_cast<Ticket*>(transfer.ticket.get())->event.hold(stream);

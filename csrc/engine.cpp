@@ -16,6 +16,8 @@ namespace {
 
 // Enough to keep a thread streaming, small enough that several threads share one job.
 constexpr uint64_t kSmallestSlice = 128 * 1024;
+// Of a job that publishes progress, on movers that would carry it in one go.
+constexpr uint64_t kProgressSlice = uint64_t{16} << 20;
 // Reports that nobody collects are kept up to here; then the oldest go, and are counted.
 constexpr size_t kMaxReports = size_t{1} << 18;
 
@@ -176,6 +178,7 @@ JobPtr Engine::submit(const SubmitRequest& request) {
   Transfer& transfer = job->transfer_;
   transfer.plan = request.plan;
   transfer.direction = request.direction;
+  transfer.expedited = request.expedited;
   build(request, transfer);
   if (transfer.num_units != 0) {
     transfer.state = plan.mover_state(mover);
@@ -502,6 +505,8 @@ bool Engine::take_slice(size_t crew, Slice& slice) {
   }
   const Transfer& transfer = job.transfer_;
   uint64_t target = job.mover_->slice_bytes();
+  // A layer's arrival can be told no sooner than the end of the slice that brings it.
+  if (job.progress_) target = std::min(target, kProgressSlice);
   if (!job.mover_->waits()) {
     const uint64_t share = transfer.bytes / (4 * num_threads_);
     target = std::min(target, std::max(share, kSmallestSlice));

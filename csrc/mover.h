@@ -33,6 +33,7 @@ struct WorkList {
 struct Transfer {
   std::shared_ptr<const Plan> plan;
   Direction direction = Direction::Store;
+  bool expedited = false;  // goes ahead of other work wherever the mover has a say
   std::vector<WorkList> lists;
   std::vector<std::vector<BlockPair>> pairs;  // owns what the lists point to
   uint64_t num_units = 0;
