@@ -210,12 +210,24 @@ def test_lines_fit_the_width(width: int, colours: bool) -> None:
     assert len(found) < 130
 
 
+def _backgrounds(line: Any) -> list[str]:
+    return [
+        str(span.style.bgcolor.name) for span in line.spans if hasattr(span.style, "bgcolor")
+        for _ in (span.style.bgcolor,) if _ is not None
+    ]  # fmt: skip
+
+
 def test_in_colour_every_cell_has_its_background() -> None:
     line = next(x for x in lines(picture("tp=4"), 100, colours=True) if x.plain.startswith("   0 "))
-    shades = [str(span.style.bgcolor.name) for span in line.spans if hasattr(span.style, "bgcolor")]
-    assert shades == [
-        colour.css(colour.of_rank(rank, 4)) for rank in (0, 1, 2, 3) for _ in range(4)
-    ]
+    expected = [colour.css(colour.of_rank(rank, 4)) for rank in (0, 1, 2, 3) for _ in range(4)]
+    assert _backgrounds(line) == expected
+
+
+def test_cells_without_text_are_drawn_to_the_end_of_the_line() -> None:
+    drawn = picture("tp=8,layout=split_hnd,block=64", ranks=(0,))
+    line = lines(drawn, 150, colours=True)[-1]
+    assert len(_backgrounds(line)) == 2 * 64
+    assert max(span.end for span in line.spans) <= len(line.plain)
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ def lines(picture: Picture, width: int, *, colours: bool = True, height: int = 3
             line.append_text(part)
             if index + 1 < count:
                 line.append(" " * (room - part.cell_len + _BETWEEN))
-        line.rstrip()
+        if not colours:  # a coloured cell is a space that must not go
+            line.rstrip()
         out.append(line)
     return out
 
@@ -76,11 +77,12 @@ def _plane(
     down = -(-rows // height)
     scale = f" (a cell is {down} x {fold})" if down * fold > 1 else ""
     head = f"{plane.label} {plane.columns + 's' if plane.columns else ''}".strip()
-    axis = plane.rows[: _GUTTER - 2]
+    axis = {"token": "tok"}.get(plane.rows, plane.rows[: _GUTTER - 1])
     out = [Text(f"{axis:>{_GUTTER - 1}} {head}{scale}", style="dim")]
     listed: list[list[int]] = plane.values.tolist()
     for row in range(0, rows, down):
-        line = Text(f"{plane.row_numbers[row]:>{_GUTTER - 1}} ", style="dim")
+        line = Text()
+        line.append(f"{plane.row_numbers[row]:>{_GUTTER - 1}} ", style="dim")
         for column in range(0, columns, fold):
             cell = [v for r in listed[row : row + down] for v in r[column : column + fold]]
             mark = plane.marks[row][column] if len(set(cell)) == 1 else ""
