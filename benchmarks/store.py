@@ -23,11 +23,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import Report, Result, interleaved, parser, spread
+from vkvmap import CacheView, RankGrid, derive_canonical_mappings
+from vkvmap.format import ChunkFormat
 from vkvmap.identity import Identity
 from vkvmap.keys import chunk_keys
 from vkvmap.region import Region, Section
 from vkvmap.spec import LayerSpec, LayerTable
 from vkvmap.store import CanonicalStore
+from vkvmap.store_witness import RankWitness
 
 THREADS = 4
 
@@ -181,6 +184,29 @@ def lookups(report: Report, folder: str, rounds: int) -> None:
             report.add(Result("lookups, present keys seen for the first time", figure, "keys/s"))
 
 
+def digests(report: Report, rounds: int) -> None:
+    """What checking costs per byte: page digests always, end-to-end ones where asked for."""
+    table = LayerTable(
+        LayerSpec.attention(f"layer.{i}", num_kv_heads=8, head_size=128) for i in range(8)
+    )
+    identity = Identity("bench", "1", table, 256)
+    chunk = ChunkFormat(identity, "0")
+    row = np.random.default_rng(0).integers(0, 256, chunk.payload_bytes, np.uint8)
+    arrays = {name: np.zeros((16, 2, 16, 8, 256), np.uint8) for name in table}
+    views = {name: CacheView.of(array, "split_nhd", 16) for name, array in arrays.items()}
+    mappings = derive_canonical_mappings(table, views, RankGrid(), 0, family="universal")
+    witness = RankWitness(mappings, views, "0", 256)
+    samples = interleaved(
+        {
+            "page digests": lambda: chunk.digests(row),
+            "end-to-end digests": lambda: witness.stored(0, range(16)),
+        },
+        rounds=rounds,
+    )
+    for name, each in samples.items():
+        report.add(Result(name, row.nbytes / each.median / 1e9, "GB/s"))
+
+
 def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--mib", type=int, default=512, help="bytes per round")
@@ -190,6 +216,7 @@ def main() -> None:
     folder = tempfile.mkdtemp(prefix="vkvmap-bench-", dir=asked.path)
     try:
         lookups(report, folder, asked.rounds)
+        digests(report, asked.rounds)
         for chunk_mib in (1, 8, 32):
             throughput(report, f"{folder}", asked.mib, chunk_mib, asked.rounds)
             for name in ("store", "plain buffered", "plain direct"):

@@ -16,7 +16,7 @@ from vkvmap.format import ChunkFormat, iterate_formats
 from vkvmap.identity import Identity
 from vkvmap.ledger import Ledger
 from vkvmap.region import Region
-from vkvmap.store_base import ChunkStore
+from vkvmap.store_base import ChunkStore, WitnessOf
 from vkvmap.store_directory import Directory, Sync
 from vkvmap.store_files import ChunkFiles, FileSystem, direct_io_works
 from vkvmap.store_job import StoreJob
@@ -37,6 +37,8 @@ class CanonicalStore(ChunkStore):
             it. Opaque rows need `ChunkFormat.opaque`.
         ledgers: region section -> completion ledger; `put` then refuses rows that are not complete
             and drops what changed while it was written.
+        witnesses: region section -> what gives the end-to-end digests of a row, such as
+            `WitnessBoard.witnesses`; they are stored with the chunk and come back with `get`.
         capacity: most bytes that the directory may take, all identities together; None: no bound.
         policy: which chunks go first when it is full; default: those unread for longest.
         sync: ``"data"`` (default): bytes are on the medium before a chunk appears. ``"full"``: its
@@ -60,6 +62,7 @@ class CanonicalStore(ChunkStore):
         region: Region | None = None,
         formats: Mapping[str, ChunkFormat] | None = None,
         ledgers: Mapping[str, Ledger] | None = None,
+        witnesses: Mapping[str, WitnessOf] | None = None,
         capacity: int | None = None,
         policy: EvictionPolicy = least_recently_used,
         sync: Sync = "data",
@@ -91,6 +94,7 @@ class CanonicalStore(ChunkStore):
             region=region,
             formats=formats,
             ledgers=ledgers,
+            witnesses=witnesses,
             threads=threads,
             queue_depth=queue_depth,
         )

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkvmap.errors import FormatError, StoreError
-from vkvmap.format import ChunkFormat, iterate_formats
+from vkvmap.format import ChunkFormat, Witness, iterate_formats
 from vkvmap.identity import Identity
 from vkvmap.keys import check_key
 from vkvmap.ledger import Ledger
@@ -28,6 +28,8 @@ from vkvmap.store_queue import IoThreads, Task
 Bytes = npt.NDArray[np.uint8]
 Rows = Sequence[int] | Sequence[Bytes]
 SUFFIX = ".chunk"
+#: Region row -> the end-to-end digests of the chunk in it.
+WitnessOf = Callable[[int], Sequence[Witness]]
 _Direction = Literal["put", "get"]
 _Store = TypeVar("_Store", bound="ChunkStore")
 
@@ -42,6 +44,7 @@ class Shelf:
         ledger: when rows of the section are complete, or None where nobody keeps one.
         known: keys that were there at the last look.
         looked_at: one number, the state of the backend that `known` belongs to.
+        witness: row -> end-to-end digests to store with it, or None.
     """
 
     chunk: ChunkFormat
@@ -49,6 +52,7 @@ class Shelf:
     ledger: Ledger | None = None
     known: set[bytes] = field(default_factory=set)
     looked_at: list[int] = field(default_factory=lambda: [0])
+    witness: WitnessOf | None = None
 
     def path(self, key: bytes) -> str:
         """The name of the chunk `key` (docs/format.md)."""
@@ -64,13 +68,19 @@ class Result:
     reason: str | None = None
     written: int = 0
     read: int = 0
+    witnesses: tuple[Witness, ...] = ()
 
 
 class Backend(Protocol):
     """What keeps the bytes. Called by several threads at once; raises nothing on bad chunks."""
 
     def put(
-        self, shelf: Shelf, key: bytes, payload: Bytes, unchanged: Callable[[], bool]
+        self,
+        shelf: Shelf,
+        key: bytes,
+        payload: Bytes,
+        unchanged: Callable[[], bool],
+        witnesses: Sequence[Witness],
     ) -> Result:
         """Store the chunk; do not let it appear unless `unchanged()` after its bytes were read."""
 
@@ -105,6 +115,7 @@ class ChunkStore:
         region: Region | None,
         formats: Mapping[str, ChunkFormat] | None,
         ledgers: Mapping[str, Ledger] | None,
+        witnesses: Mapping[str, WitnessOf] | None,
         threads: int,
         queue_depth: int,
     ) -> None:
@@ -115,7 +126,10 @@ class ChunkStore:
             formats = {chunk.group: chunk for chunk in iterate_formats(identity)}
         self._shelves = {
             name: Shelf(
-                chunk, f"{root}{chunk.identity.name}/{chunk.folder}", (ledgers or {}).get(name)
+                chunk,
+                f"{root}{chunk.identity.name}/{chunk.folder}",
+                (ledgers or {}).get(name),
+                witness=(witnesses or {}).get(name),
             )
             for name, chunk in formats.items()
         }
@@ -255,19 +269,24 @@ class ChunkStore:
                 raise
             finally:
                 self._count(result)
-                job.settle(index, result.outcome, result.reason)
+                job.settle(index, result.outcome, result.reason, result.witnesses)
 
         return task
 
     def _put_complete(self, shelf: Shelf, key: bytes, payload: Bytes, row: int | None) -> Result:
         """Store the chunk if its row is complete, and stays the same while it is read."""
-        ledger = shelf.ledger
-        if ledger is None or row is None:
-            return self._backend.put(shelf, key, payload, lambda: True)
-        generation = ledger.generation(row)
-        if not ledger.complete([row])[0]:
+        ledger, extra = shelf.ledger, shelf.witness
+        if row is None:
+            return self._backend.put(shelf, key, payload, lambda: True, ())
+        generation = 0 if ledger is None else ledger.generation(row)
+        if ledger is not None and not ledger.complete([row])[0]:
             return Result("incomplete", f"writers {ledger.waiting_for(row)} have not reported")
-        return self._backend.put(shelf, key, payload, lambda: ledger.generation(row) == generation)
+
+        def unchanged() -> bool:
+            return ledger is None or ledger.generation(row) == generation
+
+        witnesses = extra(row) if extra is not None else ()
+        return self._backend.put(shelf, key, payload, unchanged, witnesses)
 
     def _count(self, result: Result) -> None:
         with self._counting:

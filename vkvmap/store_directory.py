@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkvmap.errors import FormatError
+from vkvmap.format import Witness
 from vkvmap.store_base import SUFFIX, Result, Shelf
 from vkvmap.store_files import ChunkFiles, close_quietly
 from vkvmap.store_space import Space
@@ -37,13 +38,18 @@ class Directory:
     # ---- store --------------------------------------------------------------------------------
 
     def put(
-        self, shelf: Shelf, key: bytes, payload: Bytes, unchanged: Callable[[], bool]
+        self,
+        shelf: Shelf,
+        key: bytes,
+        payload: Bytes,
+        unchanged: Callable[[], bool],
+        witnesses: Sequence[Witness] = (),
     ) -> Result:
         """Store the chunk in `payload`, unless it is there; see `Backend`."""
         if os.access(shelf.path(key), os.F_OK):
             shelf.known.add(key)
             return Result("present")
-        header = shelf.chunk.header(key, payload)
+        header = shelf.chunk.header(key, payload, witnesses)
         nbytes = len(header) + shelf.chunk.padded_payload_bytes
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
@@ -89,7 +95,7 @@ class Directory:
         except OSError as error:
             return Result("failed", str(error))
         try:
-            self._chunks.read(fd, shelf.chunk, key, payload)
+            header = self._chunks.read(fd, shelf.chunk, key, payload)
         except FormatError as error:
             # Under this name nothing but this chunk belongs, so what is foreign is damaged here.
             payload[:] = 0
@@ -103,7 +109,7 @@ class Directory:
         else:
             with suppress(OSError):  # a file system mounted read-only keeps no order of use
                 self._files.touch(fd)
-            return Result("hit", read=payload.nbytes)
+            return Result("hit", read=payload.nbytes, witnesses=header.witnesses)
         finally:
             close_quietly(self._files, fd)
 

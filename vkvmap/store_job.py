@@ -11,6 +11,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from vkvmap.format import Witness
+
 #: What became of one chunk. Good: ``stored``, ``present`` (was there already), ``hit``. A miss with
 #: its reason: ``miss``, ``damaged`` (quarantined), ``failed`` (an I/O error; the file stays).
 #: Not stored: ``full``, ``incomplete`` (the ledger says so), ``failed``, ``cancelled``.
@@ -34,12 +36,14 @@ class StoreJob:
 
     Attributes:
         outcomes: per key, in the order of the keys; ``"pending"`` until it is known.
+        witnesses: index of a key -> end-to-end digests that were stored with its chunk, if any.
         reasons: index of a key -> why it is neither good nor a plain miss.
     """
 
     def __init__(self, count: int) -> None:
         self.outcomes: list[Outcome] = ["pending"] * count
         self.reasons: dict[int, str] = {}
+        self.witnesses: dict[int, tuple[Witness, ...]] = {}
         self._left = count
         self._done = threading.Event()
         self._lock = threading.Lock()
@@ -59,12 +63,20 @@ class StoreJob:
         """Per key, whether its chunk is where it was wanted; bool ``(len(keys),)``."""
         return np.array([outcome in GOOD for outcome in self.outcomes], np.bool_)
 
-    def settle(self, index: int, outcome: Outcome, reason: str | None = None) -> None:
+    def settle(
+        self,
+        index: int,
+        outcome: Outcome,
+        reason: str | None = None,
+        witnesses: tuple[Witness, ...] = (),
+    ) -> None:
         """Note the outcome of one chunk; the store's own threads call this."""
         with self._lock:
             self.outcomes[index] = outcome
             if reason is not None:
                 self.reasons[index] = reason
+            if witnesses:
+                self.witnesses[index] = witnesses
             self._left -= 1
             if not self._left:
                 self._done.set()

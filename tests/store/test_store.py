@@ -12,7 +12,7 @@ import pytest
 
 from tests.store.small import LAYERS, aligned, content_of, key_of, payload_bytes, small_identity
 from vkvmap.errors import FormatError, RegionError, StoreError
-from vkvmap.format import ChunkFormat
+from vkvmap.format import ChunkFormat, Witness
 from vkvmap.ledger import Ledger
 from vkvmap.region import Region, Section
 from vkvmap.store import CanonicalStore
@@ -177,6 +177,28 @@ def test_files_are_for_their_owner_only(path):
                 name == "identity.json"  # for people; the folders above it are closed
             )
     assert os.stat(path).st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_end_to_end_digests_come_back_with_their_chunk(path, count):
+    witnesses = [Witness(n % 2, n, bytes([n % 251] * 16)) for n in range(count)]
+    sections = [Section("full", 2, FULL), Section("latent", 2, LATENT)]
+    with Region.create(sections) as region:
+        for group, size in (("full", FULL), ("latent", LATENT)):
+            region.row(group, 0)[:] = content_of(key_of(1), size)
+        digests = {group: lambda row: witnesses for group in ("full", "latent")}
+        with CanonicalStore(path, IDENTITY, region=region, witnesses=digests) as store:
+            for group in ("full", "latent"):
+                assert store.put([key_of(1)], group, [0]).wait(30)
+                job = store.get([key_of(1)], group, [1])
+                assert job.wait(30) and job.good.all()
+                assert job.witnesses[0] == tuple(witnesses)
+                assert np.array_equal(region.row(group, 1), region.row(group, 0))
+        assert fsck(path).clean and fsck(path).chunks == 2
+        with CanonicalStore(path, IDENTITY) as store:
+            assert get(store, [1]) == get(store, [1], "latent") == ["hit"]
+            os.truncate(chunk_file(path, 1), 4096)
+            assert sorted(get(store, [1]) + get(store, [1], "latent")) == ["damaged", "hit"]
 
 
 # ---- lookups ----------------------------------------------------------------------------------

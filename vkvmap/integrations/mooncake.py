@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vkvmap.errors import FormatError, StoreError
-from vkvmap.format import ALIGNMENT, ChunkFormat
+from vkvmap.format import ALIGNMENT, MOST_HEADER_BYTES, ChunkFormat, Witness
 from vkvmap.identity import Identity
 from vkvmap.ledger import Ledger
 from vkvmap.region import Region
-from vkvmap.store_base import ChunkStore, Result, Shelf
+from vkvmap.store_base import ChunkStore, Result, Shelf, WitnessOf
 
 __all__ = ["MooncakeStore", "connect"]
 
@@ -90,8 +90,9 @@ class MooncakeStore(ChunkStore):
 
     Args:
         client: from `connect`; closed by whoever made it, after this store.
-        identity, region, formats, ledgers, threads, queue_depth: as for `CanonicalStore`. Rows of
-            `region` are moved without a copy; arrays go through a staging buffer.
+        identity, region, formats, ledgers, witnesses, threads, queue_depth: as for
+            `CanonicalStore`. Rows of `region` are moved without a copy; arrays go through a staging
+            buffer.
 
     Raises:
         StoreError: Mooncake refuses to register the region.
@@ -105,6 +106,7 @@ class MooncakeStore(ChunkStore):
         region: Region | None = None,
         formats: Mapping[str, ChunkFormat] | None = None,
         ledgers: Mapping[str, Ledger] | None = None,
+        witnesses: Mapping[str, WitnessOf] | None = None,
         threads: int = 4,
         queue_depth: int = 64,
     ) -> None:
@@ -115,6 +117,7 @@ class MooncakeStore(ChunkStore):
             region=region,
             formats=formats,
             ledgers=ledgers,
+            witnesses=witnesses,
             threads=threads,
             queue_depth=queue_depth,
         )
@@ -150,13 +153,18 @@ class _Cluster:
             _registered(client, region.address, region.nbytes)
 
     def put(
-        self, shelf: Shelf, key: bytes, payload: Bytes, unchanged: Callable[[], bool]
+        self,
+        shelf: Shelf,
+        key: bytes,
+        payload: Bytes,
+        unchanged: Callable[[], bool],
+        witnesses: Sequence[Witness] = (),
     ) -> Result:
         """Store the chunk in `payload`, unless it is there."""
         name = shelf.path(key)
         if self._client.is_exist(name) == 1:
             return Result("present")
-        header = shelf.chunk.header(key, payload)
+        header = shelf.chunk.header(key, payload, witnesses)
         buffers = self._buffers(shelf.chunk, len(header), payload)
         buffers.staging.array(0, len(header))[:] = np.frombuffer(header, np.uint8)
         if buffers.staged is not None:
@@ -183,7 +191,7 @@ class _Cluster:
             return Result("failed", f"Mooncake code {size}")
         length = size - chunk.padded_payload_bytes
         try:
-            if not chunk.header_bytes <= length <= 2 * chunk.header_bytes + ALIGNMENT:
+            if not chunk.header_bytes <= length <= MOST_HEADER_BYTES:
                 raise FormatError(f"an object of {size} bytes is not a chunk of this format")
             buffers = self._buffers(chunk, length, payload)
             code = self._client.batch_get_into_multi_buffers(
@@ -203,7 +211,7 @@ class _Cluster:
             payload[:] = 0
             self._client.remove(name, True)
             return Result("damaged", str(error))
-        return Result("hit", read=payload.nbytes)
+        return Result("hit", read=payload.nbytes, witnesses=header.witnesses)
 
     def lookup(self, shelf: Shelf, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are there, in one request."""
