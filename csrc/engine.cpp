@@ -508,7 +508,7 @@ bool Engine::take_slice(size_t crew, Slice& slice) {
   // A layer's arrival can be told no sooner than the end of the slice that brings it.
   if (job.progress_) target = std::min(target, kProgressSlice);
   if (!job.mover_->waits()) {
-    const uint64_t share = transfer.bytes / (4 * num_threads_);
+    const uint64_t share = transfer.bytes / (8 * num_threads_);
     target = std::min(target, std::max(share, kSmallestSlice));
   }
   slice.first = job.next_unit_;

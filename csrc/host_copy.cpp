@@ -52,7 +52,7 @@ inline void prefetch_line(uintptr_t address) {
 #define VKVMAP_LEVEL 0
 #include "host_copy_kernels.inc"
 
-using Choose = BoxCopy (*)(const BoxShape&, uint64_t, bool);
+using Choose = BoxCopies (*)(const BoxShape&, uint64_t, bool);
 
 struct InstructionSet {
   const char* name;
@@ -86,7 +86,7 @@ std::atomic<const InstructionSet*>& chosen_set() {
 
 }  // namespace
 
-BoxCopy choose_box_copy(const BoxShape& shape, uint64_t dst_bits, bool stream) {
+BoxCopies choose_box_copy(const BoxShape& shape, uint64_t dst_bits, bool stream) {
   return chosen_set().load(std::memory_order_relaxed)->choose(shape, dst_bits, stream);
 }
 

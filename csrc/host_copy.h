@@ -24,12 +24,22 @@ struct BoxShape {
   uint64_t ahead;  // prefetch distance in bytes
 };
 
-// `next_src` is where reading goes on after this box: its first lines are asked for early.
-using BoxCopy = void (*)(uint8_t* dst, const uint8_t* src, const BoxShape& shape,
-                         uintptr_t next_src);
+// Pages that one call walks side by side. Their addresses are unrelated, so four page walks and four
+// open rows of memory are in flight instead of one.
+constexpr int kStrands = 4;
+
+// Copies the box of one page, or of kStrands pages, whose boxes begin at dst[i] and src[i];
+// next_src[i] is where reading goes on after this box: its first lines are asked for early.
+using BoxCopy = void (*)(uint8_t* const* dst, const uint8_t* const* src, const BoxShape& shape,
+                         const uintptr_t* next_src);
+
+struct BoxCopies {
+  BoxCopy one;
+  BoxCopy strands;
+};
 
 // `dst_bits` is the OR of everything that destination addresses are made of besides the strides.
-BoxCopy choose_box_copy(const BoxShape& shape, uint64_t dst_bits, bool stream);
+BoxCopies choose_box_copy(const BoxShape& shape, uint64_t dst_bits, bool stream);
 
 void finish_streaming();
 

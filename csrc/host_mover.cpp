@@ -1,7 +1,7 @@
 // The host mover: the plan executed by the engine's threads, where both sides are in host memory.
 //
-// It walks layer by layer and pair by pair, box by box; each box is told where reading goes on, so
-// that prefetches never run dry between pages. Whether stores bypass the caches is decided once per
+// It walks layer by layer, four pages side by side, box by box; each box is told where reading goes on,
+// so that prefetches never run dry between pages. Whether stores bypass the caches is decided once per
 // transfer, by its size: streaming gains a third on data that no cache holds, and loses several-fold
 // where source and destination would have stayed in one (benchmarks/host_mover.py --warm).
 #include <unistd.h>
@@ -20,10 +20,10 @@
 namespace vkvmap {
 namespace {
 
-constexpr uint64_t kSliceBytes = 512 * 1024;
-// Prefetch distances. A gather's lines are scattered, so fewer of them are open at once.
-constexpr uint64_t kGatherAhead = 1024;
-constexpr uint64_t kScatterAhead = 2048;
+// A slice begins with empty prefetches and ends with a fence, about 2 us; a waiting expedited load gets
+// its turn after at most this much.
+constexpr uint64_t kSliceBytes = 2 * 1024 * 1024;
+constexpr uint64_t kAhead = 1024;  // prefetch distance of each strand
 
 // From here on a transfer's bytes are taken to be in no cache.
 uint64_t default_streaming_bytes() {
@@ -44,7 +44,7 @@ struct Step {
   uint64_t src_offset;
   uint64_t dst_offset;
   BoxShape shape;
-  BoxCopy copy;
+  BoxCopies copy;
 };
 
 class HostMover : public Mover {
@@ -96,8 +96,7 @@ class HostMover : public Mover {
       }
       step.dst_offset = store ? box.host_offset : box.local_offset;
       step.src_offset = store ? box.local_offset : box.host_offset;
-      step.shape.ahead =
-          step.shape.src_stride[0] == box.fragment_bytes ? kScatterAhead : kGatherAhead;
+      step.shape.ahead = kAhead;
       const uint64_t dst_bits =
           step.dst_offset | (store ? layer.host_base | layer.host_row_stride | layer.host_page_stride
                                    : layer.local_base | layer.local_stride);
@@ -109,21 +108,43 @@ class HostMover : public Mover {
   template <Direction direction>
   static void copy_pages(const std::vector<Step>& steps, const LayerEntry& layer,
                          const BlockPair* pair, const BlockPair* end) {
+    while (end - pair >= kStrands) {
+      const bool more = end - pair >= 2 * kStrands;
+      walk<direction, kStrands>(steps, layer, pair, more ? pair + kStrands : pair);
+      pair += kStrands;
+    }
     for (; pair != end; ++pair) {
-      const BlockPair& next = pair + 1 != end ? pair[1] : pair[0];
-      const uint64_t cache = cache_page(layer, *pair);
-      const uint64_t canonical = canonical_page(layer, *pair);
-      const uint64_t src = direction == Direction::Store ? cache : canonical;
-      const uint64_t dst = direction == Direction::Store ? canonical : cache;
-      const uint64_t next_page =
-          direction == Direction::Store ? cache_page(layer, next) : canonical_page(layer, next);
-      for (size_t s = 0; s < steps.size(); ++s) {
-        const Step& step = steps[s];
-        const uint64_t next_src = s + 1 < steps.size() ? src + steps[s + 1].src_offset
-                                                       : next_page + steps[0].src_offset;
-        step.copy(reinterpret_cast<uint8_t*>(dst + step.dst_offset),
-                  reinterpret_cast<const uint8_t*>(src + step.src_offset), step.shape, next_src);
+      walk<direction, 1>(steps, layer, pair, pair + 1 != end ? pair + 1 : pair);
+    }
+  }
+
+  // kPages pages, box by box; `next` are the pages after them, for the prefetches.
+  template <Direction direction, int kPages>
+  static void walk(const std::vector<Step>& steps, const LayerEntry& layer, const BlockPair* pair,
+                   const BlockPair* next) {
+    constexpr bool kStore = direction == Direction::Store;
+    uint64_t src[kPages];
+    uint64_t dst[kPages];
+    uint64_t next_page[kPages];
+    for (int p = 0; p < kPages; ++p) {
+      const uint64_t cache = cache_page(layer, pair[p]);
+      const uint64_t canonical = canonical_page(layer, pair[p]);
+      src[p] = kStore ? cache : canonical;
+      dst[p] = kStore ? canonical : cache;
+      next_page[p] = kStore ? cache_page(layer, next[p]) : canonical_page(layer, next[p]);
+    }
+    for (size_t s = 0; s < steps.size(); ++s) {
+      const Step& step = steps[s];
+      uint8_t* to[kPages];
+      const uint8_t* from[kPages];
+      uintptr_t after[kPages];
+      for (int p = 0; p < kPages; ++p) {
+        to[p] = reinterpret_cast<uint8_t*>(dst[p] + step.dst_offset);
+        from[p] = reinterpret_cast<const uint8_t*>(src[p] + step.src_offset);
+        after[p] = s + 1 < steps.size() ? src[p] + steps[s + 1].src_offset
+                                        : next_page[p] + steps[0].src_offset;
       }
+      (kPages == 1 ? step.copy.one : step.copy.strands)(to, from, step.shape, after);
     }
   }
 };

@@ -104,12 +104,39 @@ static void copies_write_their_fragments_and_nothing_else() {
               }
             }
           }
-          const BoxCopy copy =
+          const BoxCopies copy =
               choose_box_copy(shape, reinterpret_cast<uintptr_t>(dst) | dst_at, stream);
-          copy(dst + dst_at, src.data() + src_at, shape,
-               reinterpret_cast<uintptr_t>(src.data()));
+          uint8_t* to = dst + dst_at;
+          const uint8_t* from = src.data() + src_at;
+          const uintptr_t next = reinterpret_cast<uintptr_t>(src.data());
+          copy.one(&to, &from, shape, &next);
           finish_streaming();
           CHECK(std::equal(expected.begin(), expected.end(), dst));
+
+          // The same box of several pages at once.
+          std::vector<uint8_t> rooms(kStrands * extent + 64, 0xA5);
+          uint8_t* first = rooms.data() + (-reinterpret_cast<uintptr_t>(rooms.data()) & 63);
+          const uint64_t apart = extent / 64 * 64;
+          uint8_t* tos[kStrands];
+          const uint8_t* froms[kStrands];
+          uintptr_t nexts[kStrands];
+          std::vector<uint8_t> several(kStrands * apart, 0xA5);
+          for (int p = 0; p < kStrands; ++p) {
+            tos[p] = first + static_cast<uint64_t>(p) * apart + dst_at;
+            froms[p] = src.data() + src_at + p;
+            nexts[p] = next;
+            for (uint64_t j = 0; j < shape.count[1]; ++j) {
+              for (uint64_t i = 0; i < shape.count[0]; ++i) {
+                std::copy_n(froms[p] + i * shape.src_stride[0] + j * shape.src_stride[1], bytes,
+                            several.begin() + static_cast<int64_t>(
+                                static_cast<uint64_t>(p) * apart + dst_at +
+                                i * shape.dst_stride[0] + j * shape.dst_stride[1]));
+              }
+            }
+          }
+          copy.strands(tos, froms, shape, nexts);
+          finish_streaming();
+          CHECK(std::equal(several.begin(), several.end(), first));
         }
       }
     }

@@ -1,0 +1,345 @@
+"""The host mover against memcpy, and against what numpy and torch make of the same mapping.
+
+One rank of eight stores its pages into canonical rows eight times their size and loads them back:
+fragments of one head, eight heads apart. Blocks are permuted, as an engine leaves them. Working sets
+are far beyond the last-level cache, every byte is compared before anything is timed, and contenders
+take turns within one process.
+
+``memcpy`` copies as many bytes with as many threads, contiguously, between the same two memories.
+``numpy`` and ``torch`` copy the same fragments as one strided assignment, which only works because
+they are given blocks in order; the faster of them counts.
+
+Not measured: several sockets (NUMA), and other processes that use the memory at the same time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import Report, Result, Samples, interleaved, parser, spread
+from vkvmap import (
+    CacheView,
+    LayerSpec,
+    LayerTable,
+    RankGrid,
+    Region,
+    TransferPlan,
+    derive_canonical_mappings,
+)
+from vkvmap import _C
+from vkvmap.sections import sections_for
+from vkvmap.transfer import Engine
+
+TP, RANK, BLOCK_SIZE = 8, 3, 16
+MIB = 1 << 20
+#: Fragment bytes -> least ratio to memcpy, per direction.
+GOALS = {
+    "store": {64: 0.75, 128: 1.0, 256: 1.0, 512: 1.0, 1024: 1.0, 4096: 1.0},
+    "load": {64: 0.5, 128: 0.5, 256: 0.6, 512: 0.6, 1024: 0.6, 4096: 0.9},
+}
+LIBRARY_GOALS = {"store": 2.5, "load": 1.5}
+
+
+@dataclass
+class World:
+    """One rank's caches, the region, and the plan between them."""
+
+    caches: list[np.ndarray]  # (blocks, 2, BLOCK_SIZE, 1, fragment) uint8
+    region: Region
+    plan: TransferPlan
+    blocks: np.ndarray
+    pages: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
+
+    def canonical(self, layer: int) -> np.ndarray:
+        """(pages, 2, BLOCK_SIZE, TP, fragment) of one layer."""
+        cache = self.caches[layer]
+        layers, fragment = len(self.caches), cache.shape[-1]
+        rows = self.region.view[self._offset : self._offset + self._row_stride * len(self.pages)]
+        page = 2 * BLOCK_SIZE * TP * fragment
+        row = rows.reshape(len(self.pages), -1)[:, : layers * page]
+        return row.reshape(len(self.pages), layers, 2, BLOCK_SIZE, TP, fragment)[:, layer]
+
+    @property
+    def _offset(self) -> int:
+        return int(self.region.section("0").address - self.region.address)
+
+    @property
+    def _row_stride(self) -> int:
+        return int(self.region.section("0").row_stride)
+
+    def store(self) -> None:
+        self.plan.store((self.blocks, self.pages)).check()
+
+    def load(self) -> None:
+        self.plan.load((self.blocks, self.pages)).check()
+
+    def verify(self) -> None:
+        """Store and load, and compare every byte with a plain strided assignment."""
+        generator = np.random.default_rng(1)
+        for cache in self.caches:
+            cache[:] = generator.integers(0, 256, cache.shape, dtype=np.uint8)
+        self.region.view[self._offset :] = 0xA5
+        self.store()
+        for layer, cache in enumerate(self.caches):
+            canonical = self.canonical(layer)
+            for block, page in zip(self.blocks.tolist(), self.pages.tolist(), strict=True):
+                assert np.array_equal(canonical[page, :, :, RANK], cache[block, :, :, 0])
+                assert (canonical[page, :, :, RANK + 1] == 0xA5).all()
+        kept = [cache.copy() for cache in self.caches]
+        for cache in self.caches:
+            cache[:] = 0
+        self.load()
+        for cache, before in zip(self.caches, kept, strict=True):
+            assert np.array_equal(cache, before)
+
+
+def aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """Zeros that begin on a page, as an engine's allocator gives them; numpy's begin anywhere."""
+    nbytes = int(np.prod(shape))
+    room = np.zeros(nbytes + 4096, np.uint8)
+    start = -room.ctypes.data % 4096
+    return room[start : start + nbytes].reshape(shape)
+
+
+@contextmanager
+def world(fragment: int, nbytes: int, layers: int, engine: Engine) -> Iterator[World]:
+    page = 2 * BLOCK_SIZE * fragment
+    count = max(1, nbytes // (page * layers))
+    caches = [aligned((count, 2, BLOCK_SIZE, 1, fragment)) for _ in range(layers)]
+    names = [f"model.layers.{index}" for index in range(layers)]
+    spec = LayerSpec.attention(names[0], num_kv_heads=TP, head_size=fragment, dtype="uint8")
+    table = LayerTable([spec.renamed(name) for name in names])
+    views = {
+        name: CacheView.of(cache, "split_nhd", BLOCK_SIZE)
+        for name, cache in zip(names, caches, strict=True)
+    }
+    mappings = derive_canonical_mappings(table, views, RankGrid(tp=TP), RANK, strict=True)
+    with Region.create(sections_for(mappings, BLOCK_SIZE, count)) as region:
+        with TransferPlan(mappings, views, region, engine=engine) as plan:
+            blocks = np.random.default_rng(0).permutation(count).astype(np.int64)
+            yield World(caches, region, plan, blocks, np.arange(count, dtype=np.int64))
+
+
+def memcpy(pool: ThreadPoolExecutor, threads: int, world: World, store: bool) -> None:
+    """The same bytes in one piece per layer and thread; the GIL is released meanwhile."""
+    base = world.region.address + world._offset
+    jobs = []
+    for cache in world.caches:
+        here, there = cache.ctypes.data, base
+        base += cache.nbytes
+        piece = cache.nbytes // threads
+        for thread in range(threads):
+            size = piece if thread + 1 < threads else cache.nbytes - piece * thread
+            src, dst = (here, there) if store else (there, here)
+            jobs.append(
+                pool.submit(ctypes.memmove, dst + piece * thread, src + piece * thread, size)
+            )
+    for job in jobs:
+        job.result()
+
+
+def libraries(world: World, threads: int, store: bool) -> dict[str, Callable[[], object]]:
+    """numpy on one thread, torch on as many as the mover has; blocks in order."""
+    import torch
+
+    torch.set_num_threads(threads)
+    pairs = []
+    for layer, cache in enumerate(world.caches):
+        near, far = cache[:, :, :, 0], world.canonical(layer)[:, :, :, RANK]
+        pairs.append((far, near) if store else (near, far))
+
+    def with_numpy() -> None:
+        for dst, src in pairs:
+            np.copyto(dst, src)
+
+    made: dict[str, Callable[[], object]] = {"numpy": with_numpy}
+    for name, kind in (("torch", torch.uint8), ("torch int64", torch.int64)):
+        views = [
+            (torch.from_numpy(dst).view(kind), torch.from_numpy(src).view(kind))
+            for dst, src in pairs
+        ]
+
+        def with_torch(views: list[Any] = views) -> None:
+            for dst, src in views:
+                dst.copy_(src)
+
+        made[name] = with_torch
+    return made
+
+
+def against_memcpy(report: Report, options: Any, threads: int) -> bool:
+    met = True
+    engine = Engine(threads)
+    with ThreadPoolExecutor(threads) as pool:
+        for fragment in options.fragments:
+            with world(fragment, options.mib * MIB, options.layers, engine) as here:
+                here.verify()
+                for direction in ("store", "load"):
+                    store = direction == "store"
+                    contenders: dict[str, Callable[[], object]] = {
+                        "memcpy": lambda store=store: memcpy(pool, threads, here, store),
+                        "mover": here.store if store else here.load,
+                    }
+                    if fragment == 256:
+                        contenders |= libraries(here, threads, store)
+                    taken = interleaved(contenders, rounds=options.rounds)
+                    met &= tell(report, here, direction, fragment, threads, taken)
+    engine.shutdown()
+    return met
+
+
+def tell(
+    report: Report,
+    here: World,
+    direction: str,
+    fragment: int,
+    threads: int,
+    taken: dict[str, Samples],
+) -> bool:
+    least, middle, greatest = spread(taken["memcpy"], taken["mover"])
+    goal = GOALS[direction].get(fragment, 0.0)
+    speed = here.nbytes / taken["mover"].median / 1e9
+    base = here.nbytes / taken["memcpy"].median / 1e9
+    verdict = "" if middle >= goal else f"  SHORT of {goal:g}"
+    report.add(
+        Result(f"{direction}, {fragment} B, {threads} thread(s)", speed, "GB/s", base, middle),
+        f"of memcpy's {base:.1f} GB/s ({least:.2f}-{greatest:.2f}){verdict}",
+    )
+    met = middle >= goal
+    rest = {name: samples for name, samples in taken.items() if name not in ("memcpy", "mover")}
+    if rest:
+        best = min(rest, key=lambda name: rest[name].median)
+        least, middle, greatest = spread(rest[best], taken["mover"])
+        base = here.nbytes / rest[best].median / 1e9
+        verdict = "" if middle >= LIBRARY_GOALS[direction] else "  SHORT"
+        met &= middle >= LIBRARY_GOALS[direction]
+        report.add(
+            Result(
+                f"{direction}, {fragment} B, {threads} thread(s), against {best}",
+                speed,
+                "GB/s",
+                base,
+                middle,
+            ),
+            f"of its {base:.1f} GB/s ({least:.2f}-{greatest:.2f}){verdict}",
+        )
+    return met
+
+
+def growth(report: Report, options: Any) -> bool:
+    """Nanoseconds per KiB as bytes and layers grow; the first of each series is the baseline."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    engine = Engine(1)
+    met = True
+    sizes = [size for size in (64, 256, 1024, 2048, 8192) if size * MIB * (TP + 2) < available // 2]
+    series = {
+        "bytes": [(size, 1) for size in sizes],
+        "layers": [(256, layers) for layers in (1, 8, 40, 80)],
+    }
+    for what, points in series.items():
+        for direction in ("store", "load"):
+            first = None
+            for size, layers in points:
+                with world(256, size * MIB, layers, engine) as here:
+                    run = here.store if direction == "store" else here.load
+                    run()
+                    rounds = max(3, min(options.rounds * 2, 16384 // size))
+                    cost = interleaved({"mover": run}, rounds=rounds)["mover"].median
+                    per_kib = cost / here.nbytes * 1024 * 1e9
+                first = per_kib if first is None else first
+                ratio = per_kib / first
+                met &= ratio <= 1.15
+                report.add(
+                    Result(
+                        f"{direction} by {what}: {size} MiB, {layers} layer(s)",
+                        per_kib,
+                        "ns/KiB",
+                        first,
+                        ratio,
+                    ),
+                    "" if ratio <= 1.15 else "  NOT FLAT (1.15)",
+                )
+    left_out = [size for size in (64, 256, 1024, 2048, 8192) if size not in sizes]
+    if left_out:
+        print(f"not measured, memory does not allow: {left_out} MiB")
+    engine.shutdown()
+    return met
+
+
+def warm(report: Report, options: Any) -> None:
+    """Where streaming starts to pay: one small transfer again and again, both ways to write."""
+    usual = _C.host_streaming_bytes()
+    engine = Engine(1)
+    try:
+        for kib in (256, 1024, 2048, 4096, 8192, 16384, 32768):
+            with world(256, kib * 1024, 1, engine) as here:
+                for direction in ("store", "load"):
+                    run = here.store if direction == "store" else here.load
+
+                    def streamed(run: Callable[[], object] = run) -> None:
+                        _C.set_host_streaming_bytes(0)
+                        run()
+
+                    def cached(run: Callable[[], object] = run) -> None:
+                        _C.set_host_streaming_bytes(1 << 62)
+                        run()
+
+                    for name, contender in (("streamed", streamed), ("cached", cached)):
+                        taken = interleaved({name: contender}, rounds=50)[name].median
+                        report.add(
+                            Result(
+                                f"warm {direction} of {kib} KiB, {name}",
+                                here.nbytes / taken / 1e9,
+                                "GB/s",
+                            )
+                        )
+    finally:
+        _C.set_host_streaming_bytes(usual)
+        engine.shutdown()
+    print(f"in use: streaming from {usual // 1024} KiB on")
+
+
+def main() -> int:
+    options_parser = parser(__doc__.splitlines()[0] if __doc__ else "")
+    options_parser.add_argument("--mib", type=int, default=256, help="cache size (%(default)s)")
+    options_parser.add_argument("--layers", type=int, default=16, help="(%(default)s)")
+    options_parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    options_parser.add_argument(
+        "--fragments", type=int, nargs="+", default=[64, 128, 256, 1024, 4096]
+    )
+    options_parser.add_argument("--growth", action="store_true", help="cost per byte as it grows")
+    options_parser.add_argument("--warm", action="store_true", help="data that caches hold")
+    options = options_parser.parse_args()
+    report = Report(options.json)
+    print(f"instruction set: {_C.instruction_set()}; ratios are medians (least-greatest)")
+    met = True
+    if options.warm:
+        warm(report, options)
+    elif options.growth:
+        met = growth(report, options)
+    else:
+        for threads in options.threads:
+            met &= against_memcpy(report, options, threads)
+    report.write()
+    print("every figure is reached" if met else "some figures are NOT reached")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
