@@ -17,6 +17,7 @@ from vkvmap import (
     derive_canonical_mappings,
 )
 from vkvmap.errors import SpecError, TilingError
+from vkvmap.foreign import read_json
 from vkvmap.layout import state_layout
 from vkvmap.mapping import Mappings
 
@@ -124,3 +125,24 @@ def test_strides_of_extents_of_one_mean_nothing(layout: str) -> None:
             LayerTable([spec]), {"x": CacheView.of(tensor, layout, 2)}, RankGrid(), 0, strict=True
         )
         assert mappings.addressing["x"].is_contiguous
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 1 << 64}, {"dcp": 1 << 40}, {"tp": 512, "pcp": 512}])
+def test_a_grid_that_no_machine_has_is_refused_before_anything_is_counted(
+    sizes: dict[str, int],
+) -> None:
+    with pytest.raises(SpecError, match="at most 65536 ranks"):
+        RankGrid(**sizes)
+
+
+def test_a_block_that_no_engine_has_is_refused_before_its_tokens_are_counted() -> None:
+    tensor = TensorView(0, (3, 1 << 30, 1), (1 << 30, 1, 1), 1, (0, 1 << 40))
+    with pytest.raises(SpecError, match="at most 1048576 tokens"):
+        CacheView.of(tensor, "mla", 1 << 30)
+
+
+def test_what_is_no_json_is_one_kind_of_error() -> None:
+    assert read_json('{"a": [1, 2.5, null]}') == {"a": [1, 2.5, None]}
+    for text in ("[" * 100_000, "NaN", "[Infinity]", "1e999", "{", "9" * 5_000, b"\xff"):
+        with pytest.raises(ValueError):
+            read_json(text)

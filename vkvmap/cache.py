@@ -14,6 +14,10 @@ from vkvmap.errors import LayoutError, SpecError
 from vkvmap.layout import Layout, layout_named
 
 
+#: Far above any block; token by token work is bounded by it.
+MOST_BLOCK_TOKENS = 1 << 20
+
+
 @dataclass(frozen=True)
 class TensorView:
     """One tensor's memory: `address` of element 0, `shape`, `strides` in bytes, `itemsize`."""
@@ -121,6 +125,10 @@ class CacheView:
             )
         if block_size < 0 or kernel_blocks < 1:
             raise SpecError(f"block_size={block_size}, kernel_blocks={kernel_blocks}: not a block")
+        if block_size > MOST_BLOCK_TOKENS:
+            raise SpecError(
+                f"block_size={block_size}: a block has at most {MOST_BLOCK_TOKENS} tokens"
+            )
         if kernel_blocks > 1 and block_size % kernel_blocks:
             raise SpecError(
                 f"block_size={block_size} tokens is not {kernel_blocks} equal kernel blocks"

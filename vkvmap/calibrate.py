@@ -28,6 +28,7 @@ from vkvmap import _C, cuda
 from vkvmap._version import __version__
 from vkvmap.calibrate_probe import GpuProbe
 from vkvmap.errors import VkvmapError
+from vkvmap.foreign import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def cache_file(machine: str) -> Path:
 def read_cached(machine: str) -> Calibration | None:
     """The calibration kept for `machine`, or None; a file that does not fit is ignored."""
     try:
-        kept = json.loads(cache_file(machine).read_text(encoding="utf-8"))
+        kept = read_json(cache_file(machine).read_text(encoding="utf-8"))
         movers = {d: tuple(kept["movers"][d]) for d in DIRECTIONS}
         gbps = {str(k): tuple(float(x) for x in v) for k, v in kept["gbps"].items()}
         fits = kept["machine"] == machine and all(

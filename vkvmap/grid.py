@@ -16,6 +16,9 @@ from typing import Literal
 
 from vkvmap.errors import SpecError
 
+#: Far above any worker group; everything per rank is bounded by it.
+MOST_RANKS = 1 << 16
+
 PcpMode = Literal["shards", "replicates"]
 
 
@@ -56,6 +59,11 @@ class RankGrid:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SpecError(f"grid {name}={value!r}: must be a positive integer")
+        if max(self.size, self.dcp) > MOST_RANKS:
+            raise SpecError(
+                f"grid of tp={self.tp} x pcp={self.pcp} with dcp={self.dcp}: a worker group has at "
+                f"most {MOST_RANKS} ranks; pipeline stages are groups of their own"
+            )
         if self.pcp_mode not in ("shards", "replicates"):
             raise SpecError(f"grid pcp_mode={self.pcp_mode!r}: choose 'shards' or 'replicates'")
         for layer, ranges in self.head_ranges.items():

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from vkvmap.chunk import ChunkLayout
 from vkvmap.errors import FormatError
+from vkvmap.foreign import read_json
 from vkvmap.layout import Layout, layout_named
 from vkvmap.spec import LayerSpec, LayerTable
 
@@ -132,7 +133,7 @@ class Identity:
         if other == self._json:
             return None
         try:
-            theirs = json.loads(other)
+            theirs = read_json(other)
         except ValueError:
             return "its description is not JSON"
         ours = json.loads(self._json)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vkvmap.errors import RegionError
+from vkvmap.foreign import read_json
 from vkvmap.region_backing import MAGIC
 
 #: Rows of at least this size start on pages, so that files can be read straight into them.
@@ -140,9 +141,17 @@ def read_table(head: bytes, nbytes: int) -> tuple[list[SectionView], bytes]:
     if magic != MAGIC or version != VERSION or stated != nbytes:
         raise wrong
     try:
-        rows = json.loads(head[CONTROL.size : CONTROL.size + length])
+        rows = read_json(head[CONTROL.size : CONTROL.size + length])
         views = [
-            SectionView(str(name), 0, int(count), int(stride), int(payload), bool(private), int(at))
+            SectionView(
+                str(name),
+                0,
+                _whole(count),
+                _whole(stride),
+                _whole(payload),
+                bool(private),
+                _whole(at),
+            )
             for name, count, stride, payload, private, at in rows
         ]
     except (ValueError, TypeError) as error:
@@ -153,6 +162,12 @@ def read_table(head: bytes, nbytes: int) -> tuple[list[SectionView], bytes]:
         if not fits or view.offset < 0 or view.offset + view.nbytes > nbytes:
             raise wrong
     return views, token
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int):
+        raise TypeError(f"{value!r} is not a whole number")
+    return value
 
 
 def located(views: Sequence[SectionView], base: int) -> list[SectionView]:

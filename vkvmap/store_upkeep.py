@@ -6,7 +6,6 @@ None of it needs a model or an identity, and all of it may run while engines use
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from vkvmap.errors import FormatError, StoreError
+from vkvmap.foreign import read_json
 from vkvmap.format import ALIGNMENT, MOST_HEADER_BYTES, describe_header, header_length
 from vkvmap.store_files import FileSystem
 from vkvmap.store_space import QUARANTINE, TEMPORARY, Entry, Space, iterate, plain_files
@@ -233,7 +233,7 @@ def _model(path: str, identity: str) -> str:
             description = text.read()
         if hashlib.sha256(description.encode()).hexdigest() != identity:
             return "its description does not match its name"
-        said = json.loads(description)
+        said = read_json(description)
         return f"{said['model']}@{said['revision']}"
     except (OSError, ValueError, KeyError) as error:
         return f"its description cannot be read: {error}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from vkvmap.configuration import ATTENTION_LAYOUTS, Configuration, ConfigurationError
+from vkvmap.foreign import read_json
 from vkvmap.identity import Identity
 from vkvmap.models import KV_DTYPES, PRESETS, ModelError, load_model
 from vkvmap.nearest import nearest
@@ -85,7 +85,7 @@ class Setting(ParamType):
         if not equals or not key:
             self.fail(f"{value!r} is not KEY=VALUE; write for example head_dim=128", param, ctx)
         try:
-            return key, json.loads(text)
+            return key, read_json(text)
         except ValueError:
             return key, text
 

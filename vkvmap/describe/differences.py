@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vkvmap.errors import FormatError
+from vkvmap.foreign import read_json
 
 _REASONS = {
     "model": "pages of another model are other numbers",
@@ -63,7 +64,7 @@ def read_description(path: Path) -> str:
         path = inside
     text = path.read_text(encoding="utf-8").strip()
     try:
-        described = json.loads(text)
+        described = read_json(text)
     except ValueError as error:
         raise FormatError(f"{path} is not JSON: {error}") from None
     if not isinstance(described, dict) or not {"model", "revision", "layers"} <= described.keys():
@@ -82,7 +83,7 @@ def digest(text: str) -> str:
 def differences(here: str, there: str) -> list[Difference]:
     """Every place where two descriptions differ, alike layers reported once."""
     found: dict[tuple[str, str, str], list[str]] = {}
-    for path, one, two in _compare(json.loads(here), json.loads(there), ()):
+    for path, one, two in _compare(read_json(here), read_json(there), ()):
         key = (_kind(path), _short(one), _short(two))
         found.setdefault(key, []).append(_spelled(path))
     return [

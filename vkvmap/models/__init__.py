@@ -14,12 +14,12 @@ an architecture that is not known is refused, with what it would take to read it
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vkvmap.foreign import read_json
 from vkvmap.models.config import KV_DTYPES, Config, KvDtype, ModelError
 from vkvmap.models.families import FAMILIES
 from vkvmap.models.presets import PRESETS, Preset
@@ -36,6 +36,9 @@ __all__ = [
     "from_hf_config",
     "load_model",
 ]
+
+#: What a reader stumbles over where a field is no list, number or name although it must be one.
+_CONTRADICTIONS = (TypeError, AttributeError, LookupError, ArithmeticError)
 
 #: Where multimodal configurations keep their language model.
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -73,7 +76,13 @@ def from_hf_config(
         raise _unknown(family)
     kv = _kv_dtype(kv_dtype, values)
     config = Config(values, kv, prefix)
-    layers = list(FAMILIES[family](config))
+    try:
+        layers = list(FAMILIES[family](config))
+    except _CONTRADICTIONS as error:
+        raise ModelError(
+            f"model_type {family!r}: the configuration has a field of a kind that it cannot have "
+            f"({type(error).__name__}: {error}); compare it with the publisher's config.json"
+        ) from error
     if not layers:
         raise ModelError(f"model_type {family!r}: no layer of this configuration caches anything")
     return LayerTable(layers)
@@ -105,7 +114,7 @@ def load_model(
 def _read(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"cannot read {str(file)!r}: {error.strerror or error}") from None
     except ValueError as error:

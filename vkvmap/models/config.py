@@ -66,6 +66,10 @@ KV_DTYPES: Mapping[str, KvDtype] = {
 }
 
 
+#: Far above any model; what a configuration asks for is bounded before it is made.
+MOST_LAYERS = 4096
+
+
 @dataclass(frozen=True)
 class Config:
     """A configuration with its gaps: `need` names the field that is missing, and its remedy."""
@@ -108,7 +112,13 @@ class Config:
         kinds = self.get("layers_block_type")
         if self.get("num_hidden_layers") is None and isinstance(kinds, (list, tuple)) and kinds:
             return len(kinds)
-        return self.count("num_hidden_layers", "n_layer", "n_layers")
+        count = self.count("num_hidden_layers", "n_layer", "n_layers")
+        if count > MOST_LAYERS:
+            raise ModelError(
+                f"num_hidden_layers is {count}; no model has more than {MOST_LAYERS} layers",
+                ["num_hidden_layers"],
+            )
+        return count
 
     @property
     def kv_heads(self) -> int:
