@@ -13,7 +13,6 @@ from typing import Any
 from vkvmap.errors import LayoutError, SpecError
 from vkvmap.layout import Layout, layout_named
 
-
 #: Far above any block; token by token work is bounded by it.
 MOST_BLOCK_TOKENS = 1 << 20
 
