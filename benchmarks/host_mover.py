@@ -1,9 +1,9 @@
 """The host mover against memcpy, and against what numpy and torch make of the same mapping.
 
 One rank of eight stores its pages into canonical rows eight times their size and loads them back:
-fragments of one head, eight heads apart. Blocks are permuted, as an engine leaves them. Working sets
-are far beyond the last-level cache, every byte is compared before anything is timed, and contenders
-take turns within one process.
+fragments of one head, eight heads apart. Blocks are permuted, as an engine leaves them. Working
+sets are far beyond the last-level cache, every byte is compared before anything is timed, and
+contenders take turns within one process.
 
 ``memcpy`` copies as many bytes with as many threads, contiguously, between the same two memories.
 ``numpy`` and ``torch`` copy the same fragments as one strided assignment, which only works because
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import Report, Result, Samples, interleaved, parser, spread
 from vkvmap import (
+    _C,
     CacheView,
     LayerSpec,
     LayerTable,
@@ -38,7 +39,6 @@ from vkvmap import (
     TransferPlan,
     derive_canonical_mappings,
 )
-from vkvmap import _C
 from vkvmap.sections import sections_for
 from vkvmap.transfer import Engine
 
