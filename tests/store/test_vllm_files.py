@@ -1,0 +1,137 @@
+"""vLLM's own page files of canonical layout become chunks, and chunks become its files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.store.small import content_of, key_of
+from vkvmap.errors import FormatError
+from vkvmap.identity import Identity
+from vkvmap.integrations.vllm_files import VllmFiles, export_files, import_files
+from vkvmap.spec import LayerSpec, LayerTable
+from vkvmap.store import CanonicalStore
+
+LAYERS = LayerTable(
+    LayerSpec.attention(f"l.{index}", num_kv_heads=2, head_size=8) for index in range(2)
+)
+IDENTITY = Identity("org/model", "abc", LAYERS, 64, family="native", layouts="packed_nhd", spans=16)
+PAYLOAD = 2 * 64 * 2 * 32
+KEYS = [key_of(number) for number in range(40)]
+
+
+def namespace(root: Path) -> VllmFiles:
+    return VllmFiles(
+        root=root,
+        model_name="org/model",
+        dtype="torch.bfloat16",
+        tokens_per_hash=16,
+        tokens_per_block=16,
+        blocks_per_file=4,
+        layer_names=("l.0", "l.1"),
+        canonical_format="v1-nhd",
+        row_bytes=PAYLOAD + 4096,
+    )
+
+
+def test_names_are_those_of_the_engines_own_mapper():
+    """The right sides are what vLLM 0.32's FileMapper says for these settings."""
+    files = namespace(Path("/kv"))
+    assert str(files.base / "config.json") == "/kv/org_model_d8f67d3dbd60/config.json"
+    assert str(files.path(bytes(range(32)))) == (
+        "/kv/org_model_d8f67d3dbd60_r0/000/10_g0/"
+        "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f.bin"
+    )
+
+
+def written_by_the_engine(root: Path) -> VllmFiles:
+    files = namespace(root)
+    files.base.mkdir(parents=True)
+    (files.base / "config.json").write_text(json.dumps(files.config, indent=2, sort_keys=True))
+    for key in KEYS:
+        files.path(key).parent.mkdir(parents=True, exist_ok=True)
+        padding = np.full(4096, 0xEE, np.uint8)
+        files.path(key).write_bytes(np.concatenate([content_of(key, PAYLOAD), padding]).tobytes())
+    return files
+
+
+def test_a_namespace_is_read_from_its_own_description(tmp_path):
+    files = written_by_the_engine(tmp_path)
+    assert VllmFiles.open(files.base) == files
+
+
+def test_engine_files_become_chunks_and_chunks_become_engine_files(tmp_path):
+    files = VllmFiles.open(written_by_the_engine(tmp_path / "a").base)
+    told: list[tuple[int, int]] = []
+    with CanonicalStore(tmp_path / "store", IDENTITY, sync="none") as store:
+        moved = import_files(files, store, progress=lambda *now: told.append(now))
+        assert moved.chunks == 40 and not moved.skipped and told[-1] == (40, 40)
+        rows = [np.zeros(PAYLOAD, np.uint8) for _ in KEYS]
+        job = store.get(KEYS, "0", rows)
+        assert job.wait(30) and job.good.all()
+        for key, row in zip(KEYS, rows, strict=True):
+            assert np.array_equal(row, content_of(key, PAYLOAD))
+        out = replace(files, root=tmp_path / "b")
+        assert export_files(store, out, keys=[*KEYS[:20], key_of(99)]).chunks == 20
+    assert VllmFiles.open(out.base) == out
+    for key in KEYS[:20]:
+        raw = out.path(key).read_bytes()
+        assert raw == content_of(key, PAYLOAD).tobytes() + bytes(4096)
+    assert not out.path(KEYS[20]).exists()
+
+
+def test_a_short_engine_file_is_skipped(tmp_path):
+    files = written_by_the_engine(tmp_path / "a")
+    short = files.path(KEYS[3])
+    short.write_bytes(short.read_bytes()[:-1])
+    with CanonicalStore(tmp_path / "store", IDENTITY, sync="none") as store:
+        moved = import_files(files, store)
+        assert moved.chunks == 39 and list(moved.skipped) == [KEYS[3].hex()]
+    with pytest.raises(FormatError, match="one length is expected"):
+        VllmFiles.open(files.base)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"tokens_per_block": 32, "blocks_per_file": 2}, "span of the identity: 16"),
+        ({"blocks_per_file": 2}, "chunk tokens of the identity: 64"),
+        ({"layer_names": ("l.1", "l.0")}, "layers of the identity"),
+        ({"row_bytes": PAYLOAD - 1}, f"a chunk has {PAYLOAD} bytes"),
+    ],
+)
+def test_files_that_hold_something_else_are_refused(tmp_path, change, why):
+    with (
+        CanonicalStore(tmp_path / "store", IDENTITY) as store,
+        pytest.raises(FormatError, match=why),
+    ):
+        import_files(replace(namespace(tmp_path), **change), store)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"canonical_format": "v2-nhd"},
+        {"canonical_format": None},
+        {"kv_cache_groups": []},
+        {"model_name": "other"},
+        {"tokens_per_hash": "many"},
+    ],
+)
+def test_a_namespace_of_another_kind_is_refused(tmp_path, change):
+    files = written_by_the_engine(tmp_path)
+    (files.base / "config.json").write_text(json.dumps({**files.config, **change}))
+    with pytest.raises(FormatError):
+        VllmFiles.open(files.base)
+
+
+def test_a_folder_without_a_description_is_refused(tmp_path):
+    with pytest.raises(FormatError, match="not a namespace"):
+        VllmFiles.open(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"[" * 100_000)
+    with pytest.raises(FormatError, match="not a namespace"):
+        VllmFiles.open(tmp_path)
