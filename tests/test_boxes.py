@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from vkvmap.boxes import (
@@ -90,6 +90,8 @@ def test_an_arithmetic_progression_folds_into_one_box(
     series = [
         Box(box.left + i * step[0], box.right + i * step[1], box.levels) for i in range(count)
     ]
+    every = pairs(*series)
+    assume(len(set(every)) == len(every))
     assert len(folded(series)) == 1
     if backwards and count > 1:
         assert pairs(*folded(series[::-1])) == pairs(*series)
