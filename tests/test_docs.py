@@ -9,6 +9,8 @@ import doctest
 import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,15 @@ def test_commands_on_a_page_print_what_it_shows(
         assert re.fullmatch(pattern, f"\n{printed}\n", re.DOTALL), f"{command}\n{printed}"
     if UPDATE:
         page.write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=ids)
+def test_examples_run(script: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)

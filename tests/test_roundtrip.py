@@ -99,6 +99,33 @@ def _tasks(job: Job) -> list[RankTask]:
     ]
 
 
+def test_universal_chunks_are_the_same_bytes_whoever_stored_them() -> None:
+    """And these are the formula of the universal page, token by token."""
+    table = from_hf_config(SMALL)
+    sources = ("tp=1,block=32", "tp=8,dcp=2,layout=split_hnd,block=8", "pcp=2,layout=cpu_hnd,pp=3")
+    chunks = []
+    for text in sources:
+        job = Job(
+            table, Configuration.parse(text), Configuration.parse("tp=1"), "universal", 32, 64
+        )
+        stored: list[Any] = []
+        assert run(job, inspect=lambda region: stored.append(region.rows("full").copy())).good
+        chunks.append(stored[0][job.rows("full")])
+    assert np.array_equal(chunks[0], chunks[1]) and np.array_equal(chunks[0], chunks[2])
+    spec = next(iter(table.values()))
+    for layer in range(3):
+        for token in (0, 37, 63):
+            for head in range(4):
+                at = {"token": np.array([token]), "head": np.array([head])}
+                k, v = (
+                    field_truth(layer, half, field, {**at, field.axes[2].name: np.arange(16)})
+                    for half, field in enumerate(spec.fields)
+                )
+                start = ((layer * 32 + token % 32) * 4 + head) * 64
+                cell = chunks[0][token // 32, start : start + 64]
+                assert np.array_equal(cell, np.concatenate([k.ravel(), v.ravel()]))
+
+
 def test_stores_of_replicas_are_shared_out() -> None:
     outcome = run(_job(LATENT, "tp=4", "tp=1"))
     stored = [r.nbytes for r in outcome.reports if r.side == "store"]

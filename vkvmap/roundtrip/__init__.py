@@ -72,13 +72,19 @@ def group_mappings(job: Job) -> list[Mappings]:
 
 
 def run(
-    job: Job, *, progress: Progress | None = None, flip_a_byte: bool = False, timeout: float = 600
+    job: Job,
+    *,
+    progress: Progress | None = None,
+    flip_a_byte: bool = False,
+    inspect: Callable[[Region], object] | None = None,
+    timeout: float = 600,
 ) -> Outcome:
     """Run `job`.
 
     Args:
         progress: told ``(what, share done)`` as ranks advance.
         flip_a_byte: change one stored byte between store and load; the outcome must then be bad.
+        inspect: called with the region between store and load.
         timeout: seconds that a step of a side may take.
 
     Raises:
@@ -102,6 +108,8 @@ def run(
         try:
             reports, times = [], {}
             for loading in (False, True):
+                if loading and inspect is not None:
+                    inspect(region)
                 if loading and flip_a_byte:
                     section = region.sections[0]
                     region.row(section.name, section.num_rows - 1)[-1] ^= 0x40
