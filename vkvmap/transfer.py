@@ -15,14 +15,16 @@ What must stay true:
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.util
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vkvmap import _C
 from vkvmap.errors import PlanError, TransferError
@@ -132,7 +134,7 @@ class Engine:
 
     def __init__(self, threads: int | None = None) -> None:
         self._native = _C.Engine(_default_threads() if threads is None else threads)
-        self._callbacks = _Callbacks(self)
+        self._callbacks = _Callbacks(self._native)
         self._range = _nvtx_ranges()
         self.choose_mover: Callable[[_C.Plan, int], str] = _host
         """Names the mover of a transfer that leaves it to ``"auto"``."""
@@ -279,8 +281,10 @@ class Engine:
 class _Callbacks:
     """The thread that calls back, started for the first job that asks for it."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._native = engine._native
+    _running: ClassVar[weakref.WeakSet[_Callbacks]] = weakref.WeakSet()
+
+    def __init__(self, native: _C.Engine) -> None:
+        self._native = native
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[Job, Callable[[Job], object]]] = {}
         self._early: set[int] = set()
@@ -295,6 +299,7 @@ class _Callbacks:
                     target=self._run, name="vkvmap-callbacks", daemon=True
                 )
                 self._thread.start()
+                self._running.add(self)
 
     def close(self) -> None:
         """Call back for everything that has ended, then end the thread."""
@@ -320,6 +325,15 @@ class _Callbacks:
                 return
 
 
+@atexit.register
+def _end_callbacks() -> None:
+    # A thread that comes out of native code while the interpreter ends takes the process with it.
+    for callbacks in list(_Callbacks._running):
+        if not callbacks._native.shutdown(True, 10.0):
+            callbacks._native.shutdown(False, None)
+        callbacks.close()
+
+
 _default: Engine | None = None
 _default_pid = 0
 _default_lock = threading.Lock()
@@ -340,6 +354,7 @@ def _forget_lock() -> None:
     # The child's copy may be held by a thread that the child does not have.
     global _default_lock
     _default_lock = threading.Lock()
+    _Callbacks._running.clear()
 
 
 os.register_at_fork(after_in_child=_forget_lock)
