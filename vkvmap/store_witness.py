@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -176,6 +177,14 @@ class _Cells:
     dims: tuple[str, ...]
     fields: tuple[tuple[int, int], ...]  # (offset in the cell as it lies, bytes), in spec order
 
+    @property
+    def as_it_lies(self) -> bool:
+        """Whether the cell's own bytes are whole words in the order of the fields."""
+        ends = [0, *(offset + size for offset, size in self.fields)]
+        return ends[-1] % 8 == 0 and all(
+            offset == end for (offset, _), end in zip(self.fields, ends, strict=False)
+        )
+
 
 class _RankLayer:
     """One layer on one rank: which cells it has, and their weighted sums."""
@@ -211,8 +220,8 @@ class _RankLayer:
         """Sums per held head, uint64 ``(heads, 2)``."""
         words = self._words(blocks)
         tokens = (np.array(pages)[:, None] * self._span + self._tokens).reshape(-1)
-        total: Words = np.einsum("thw,twl->hl", words, self._keys[tokens])
-        return total
+        lanes = [np.einsum("thw,tw->h", words, keys[tokens]) for keys in self._keys]
+        return np.stack(lanes, axis=1)
 
     def _words(self, blocks: Sequence[int]) -> Words:
         """Cells of these blocks in token order: uint64 ``(tokens, heads, words)``."""
@@ -223,20 +232,25 @@ class _RankLayer:
                 f"the cache is on {tensor.device}; end-to-end digests read host memory only"
             )
         kernel = (np.array(blocks)[:, None] * per_block + np.arange(per_block)).reshape(-1)
-        array = _bytes_of(tensor)[kernel]
+        array: npt.NDArray[np.unsignedinteger[Any]] = _bytes_of(tensor)
+        if cells.as_it_lies and array.shape[-1] % 8 == 0:
+            array = array.view("<u8")  # copied about eight times as fast
+        array = array[kernel]
         # (block, token, head, half, cell bytes), whatever order the tensor has them in.
-        names = [*cells.dims, "byte"]
-        order = [names.index(n) for n in (BLOCK, TOKEN, HEAD, HALF, CELL, "byte") if n in names]
-        ordered = array.transpose(order)
+        names = cells.dims
+        ordered = array.transpose(
+            [names.index(name) for name in (BLOCK, TOKEN, HEAD, HALF, CELL) if name in names]
+        )
         if HEAD not in names:
             ordered = ordered[:, :, None]
         tokens, heads = ordered.shape[0] * ordered.shape[1], ordered.shape[2]
         flat = ordered.reshape(tokens, heads, -1)
-        pieces = [flat[:, :, offset : offset + size] for offset, size in cells.fields]
-        size = sum(piece.shape[2] for piece in pieces)
-        padding = np.zeros((tokens, heads, -size % 8), np.uint8)
-        joined = np.concatenate([*pieces, padding], axis=2)
-        return np.ascontiguousarray(joined).view("<u8").astype(np.uint64, copy=False)
+        if not cells.as_it_lies:
+            pieces = [flat[:, :, offset : offset + size] for offset, size in cells.fields]
+            padding = np.zeros((tokens, heads, -flat.shape[2] % 8), np.uint8)
+            flat = np.concatenate([*pieces, padding], axis=2)
+        words = flat if flat.dtype.itemsize == 8 else np.ascontiguousarray(flat).view("<u8")
+        return words.astype(np.uint64, copy=False)
 
 
 def _indexable(spec: LayerSpec, view: CacheView) -> bool:
@@ -248,6 +262,8 @@ def _indexable(spec: LayerSpec, view: CacheView) -> bool:
         return False
     tensor = view.tensors[0]
     lying = tensor.shape[dims.index(CELL)] * tensor.itemsize
+    if dims[-1] != CELL or tensor.strides[-1] != tensor.itemsize:
+        return False
     if HALF in dims:
         lying *= tensor.shape[dims.index(HALF)]
     return lying == sum(_cell_bytes(spec).values())
@@ -274,22 +290,22 @@ def _cells(spec: LayerSpec, view: CacheView) -> _Cells:
 
 
 def _bytes_of(tensor: TensorView) -> Bytes:
-    """The tensor as uint8 with a last axis of `itemsize`."""
+    """The tensor as uint8: its last axis, which is dense, counts bytes."""
     start, nbytes = tensor.storage
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(start))
     return np.lib.stride_tricks.as_strided(
         memory[tensor.address - start :],
-        (*tensor.shape, tensor.itemsize),
-        (*tensor.strides, 1),
+        (*tensor.shape[:-1], tensor.shape[-1] * tensor.itemsize),
+        (*tensor.strides[:-1], 1),
         writeable=False,
     )
 
 
 def _keys(tokens: int, words: int) -> Words:
-    """Weights of every word of every token, odd, uint64 ``(tokens, words, 2)``."""
+    """Weights of every word of every token, odd, uint64 ``(2, tokens, words)``."""
     count = np.arange(tokens * words * 2, dtype=np.uint64) + np.uint64(1)
     mixed = count * _STEP
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
     odd: Words = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
-    return odd.reshape(tokens, words, 2)
+    return np.ascontiguousarray(odd.reshape(tokens, words, 2).transpose(2, 0, 1))
