@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 from tests.store.small import LAYERS, aligned, content_of, key_of, payload_bytes, small_identity
+from vkvmap import CacheView, LayerSpec, LayerTable, RankGrid, derive_canonical_mappings
 from vkvmap.errors import FormatError, RegionError, StoreError
 from vkvmap.format import ChunkFormat, Witness
 from vkvmap.ledger import Ledger
 from vkvmap.region import Region, Section
+from vkvmap.sections import sections_for
 from vkvmap.store import CanonicalStore
 from vkvmap.store_files import FileSystem
+from vkvmap.store_formats import formats_of
 from vkvmap.store_space import Space
 from vkvmap.store_upkeep import fsck, gc, ls, stats
 
@@ -133,6 +136,49 @@ def test_opaque_rows_come_back_to_their_configuration_only(path):
         assert get(one, [1], "latent") == ["hit"] and get(two, [1], "latent") == ["miss"]
     with CanonicalStore(path, IDENTITY) as canonical:
         assert get(canonical, [1], "latent") == ["miss"]
+
+
+def test_a_group_with_an_opaque_layer_is_stored_under_its_configuration(path):
+    """A canonical row with a hole in it must not be anybody else's canonical row."""
+    layers = LayerTable(
+        [
+            LayerSpec.attention("a", num_kv_heads=3, head_size=8, group="full"),
+            LayerSpec.mla("b", row_bytes=32, group="full"),
+            LayerSpec.mla("c", row_bytes=32, group="latent"),
+        ]
+    )
+    identity = small_identity(layers=layers)
+    views = {
+        "a": CacheView.of(np.zeros((4, 2, 16, 2, 16), np.uint8), "split_nhd", 16),
+        "b": CacheView.of(np.zeros((4, 16, 32), np.uint8), "mla", 16),
+        "c": CacheView.of(np.zeros((4, 16, 32), np.uint8), "mla", 16),
+    }
+    grid = RankGrid(tp=2)  # three heads do not deal out over two ranks
+    mappings = derive_canonical_mappings(layers, views, grid, 0, family="universal")
+    assert [refusal.layer for refusal in mappings.refusals] == ["a"]
+    formats = formats_of(identity, mappings, written_by={"block": 16})
+    assert set(formats) == {"full", "full/private", "latent"}
+    assert formats["latent"].identity.name == identity.name
+    configured = formats["full"].identity
+    assert configured.name == formats["full/private"].identity.name != identity.name
+    placement = configured.placement or {}
+    assert placement["grid"]["tp"] == 2 and placement["written_by"] == {"block": 16}
+    sections = {section.name: section for section in sections_for(mappings, 16, 3)}
+    for name, chunk in formats.items():
+        assert chunk.payload_bytes == sections[name].payload_bytes
+    with (
+        Region.create(list(sections.values())) as region,
+        CanonicalStore(path, identity, region=region, formats=formats) as store,
+        CanonicalStore(path, identity) as canonical,
+    ):
+        for name in formats:
+            job = store.put([key_of(1)], name, [0])
+            assert job.wait(30) and job.outcomes == ["stored"]
+            job = store.get([key_of(1)], name, [1])
+            assert job.wait(30) and job.outcomes == ["hit"]
+        assert canonical.lookup([key_of(1)], "latent").all()
+        assert not canonical.lookup([key_of(1)], "full").any()
+    assert fsck(path).clean and fsck(path).chunks == 3
 
 
 def test_the_description_lies_beside_the_chunks(path):
