@@ -12,7 +12,9 @@ import pytest
 from vkvmap.cli import main
 from vkvmap.configuration import Configuration
 from vkvmap.models import from_hf_config, load_model
+from vkvmap.region import Region
 from vkvmap.roundtrip import Job, RankTask, RoundTripError, memory_needed, run
+from vkvmap.roundtrip.rank import Cache, DeviceTwin
 from vkvmap.roundtrip.truth import Holder, PageTruth, field_truth
 from vkvmap.sharing import decide
 from vkvmap.spec import LayerSpec, LayerTable
@@ -103,14 +105,16 @@ def test_universal_chunks_are_the_same_bytes_whoever_stored_them() -> None:
     """And these are the formula of the universal page, token by token."""
     table = from_hf_config(SMALL)
     sources = ("tp=1,block=32", "tp=8,dcp=2,layout=split_hnd,block=8", "pcp=2,layout=cpu_hnd,pp=3")
-    chunks = []
+    chunks: list[Any] = []
     for text in sources:
         job = Job(
             table, Configuration.parse(text), Configuration.parse("tp=1"), "universal", 32, 64
         )
-        stored: list[Any] = []
-        assert run(job, inspect=lambda region: stored.append(region.rows("full").copy())).good
-        chunks.append(stored[0][job.rows("full")])
+
+        def keep(region: Region, job: Job = job) -> None:
+            chunks.append(region.rows("full")[job.rows("full")])
+
+        assert run(job, inspect=keep).good
     assert np.array_equal(chunks[0], chunks[1]) and np.array_equal(chunks[0], chunks[2])
     spec = next(iter(table.values()))
     for layer in range(3):
@@ -257,7 +261,7 @@ def test_every_option_of_roundtrip_has_an_effect(
     line = (
         "--from tp=2,pcp=2 --to tp=1 --layout split_hnd --block-size 8 --pcp-mode replicates "
         "--kv-dtype fp8 --set num_key_value_heads=2 --family universal --tokens 64 --layers 2 "
-        "--mover host --writers split --seed 5 --json"
+        "--mover host --device cpu --writers split --seed 5 --json"
     )
     assert main(["roundtrip", config, *line.split()]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -285,6 +289,7 @@ WRONG = [
     ("--from tp=2 --to tp=1 --mover teleport", 2, "--mover"),
     ("--from tp=2 --to tp=1 --writers al", 2, "--writers"),
     ("--from tp=2 --to tp=1 --seed x", 2, "--seed"),
+    ("--from tp=2 --to tp=1 --device tpu", 2, "--device"),
     ("--from tp=2 --to tp=1 --tokens many", 2, "--tokens"),
     ("--from tp=2 --to tp=1 --tokens 99999999k", 3, "would fit"),
     ("--to tp=1", 2, "--from"),
@@ -306,6 +311,31 @@ def test_a_mover_that_needs_a_gpu_is_not_quietly_replaced(
     line = ["roundtrip", config, "--from", "tp=2", "--to", "tp=1", "--mover", mover]
     assert main(line) == 3
     assert f"--mover {mover} cannot run here: " in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_is_said(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vkvmap import cuda
+
+    monkeypatch.setattr(cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cuda, "why_not", lambda: "no driver")
+    line = ["roundtrip", config, "--from", "tp=2", "--to", "tp=1", "--device", "cuda"]
+    assert main(line) == 3
+    assert "--device cuda: no driver" in capsys.readouterr().err
+
+
+def test_a_device_twin_is_what_transfers_see() -> None:
+    pytest.importorskip("torch")
+    cache = Cache(RankTask(_job(SMALL, "tp=2", "tp=1"), True, 0, 0, -1))
+    cache.twin = DeviceTwin(cache.memory, "cpu")
+    assert cache.twin.address != cache.memory.ctypes.data
+    first = next(iter(cache.views().values())).tensors[0]
+    assert first.address == cache.twin.address and first.owner is cache.twin.tensor
+    cache.twin.tensor[5] = 7
+    assert cache.memory[5] != 7
+    cache.twin.fetch()
+    assert cache.memory[5] == 7
 
 
 def test_presets_make_jobs_that_fit_a_small_machine() -> None:

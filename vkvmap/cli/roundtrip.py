@@ -73,7 +73,14 @@ from vkvmap.writers import POLICIES
     type=OneOf(("auto", "host", "kernel", "copy_engine")),
     default="auto",
     show_default=True,
-    help="What carries the bytes; the caches of this command are in host memory.",
+    help="What carries the bytes; one that cannot is an error, never replaced.",
+)
+@click.option(
+    "--device",
+    type=OneOf(("cpu", "cuda")),
+    default="cpu",
+    show_default=True,
+    help="Where caches are: host memory, or the GPUs of this node in turn (needs torch with CUDA).",
 )
 @click.option(
     "--writers",
@@ -102,6 +109,7 @@ def command(
     tokens: int,
     layers: int | None,
     mover: str,
+    device: str,
     writers: str,
     seed: int,
     flip_a_byte: bool,
@@ -144,9 +152,10 @@ def command(
         chunks * sharing.chunk_tokens,
         mover=mover,
         writers=writers,
+        device=device,
         seed=seed,
     )
-    missing = _missing_mover(mover)
+    missing = _missing(mover, device)
     if missing:
         return fail(missing, EXIT_CANNOT, as_json)
     try:
@@ -173,16 +182,18 @@ def _first_layers(layers: LayerTable, count: int | None) -> LayerTable:
     return LayerTable(layers[name] for group in owners[:count] for name in group)
 
 
-def _missing_mover(mover: str) -> str:
-    """Why `mover` cannot run here, or an empty string."""
+def _missing(mover: str, device: str) -> str:
+    """Why `mover` or `device` cannot be had here, or an empty string."""
     from vkvmap import _C, cuda
 
+    if device == "cuda" and not cuda.is_available():
+        return f"--device cuda: {cuda.why_not()}"
     if mover in ("auto", "host"):
         return ""
     why = cuda.why_not() if mover in _C.mover_names() else "this build does not have it"
-    return (
-        f"--mover {mover} cannot run here: {why or 'the caches of this command are in host memory'}"
-    )
+    if not why and device == "cpu":
+        why = "the caches are in host memory; add --device cuda"
+    return f"--mover {mover} cannot run here: {why}" if why else ""
 
 
 def _check_stages(sides: list[Configuration], layers: LayerTable) -> None:

@@ -1,8 +1,8 @@
 """One rank of a round trip, as a process of its own: ``python -m vkvmap.roundtrip.rank``.
 
 Reads its `RankTask` from standard input, then one line per step from the parent, and answers with
-one JSON object per line. It builds its cache and plan like an engine's worker would and never
-imports torch.
+one JSON object per line. It builds its cache and plan like an engine's worker would, and imports
+torch only for caches on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from vkvmap import cuda
 from vkvmap.cache import CacheView, TensorView
+from vkvmap.calibrate import choose_mover
 from vkvmap.derive import derive_canonical_mappings
 from vkvmap.errors import VkvmapError
 from vkvmap.layout import CELL
@@ -29,6 +31,32 @@ from vkvmap.transfer_plan import TransferPlan
 
 #: Caches start on a page boundary, as allocators of that size do.
 _ALIGNMENT = 4096
+
+
+class DeviceTwin:
+    """A copy of host memory on a device, where transfers see it; torch is imported here only."""
+
+    def __init__(self, memory: Bytes, device: str) -> None:
+        import torch
+
+        self._host = torch.from_numpy(memory)
+        self.tensor = self._host.to(device, copy=True)
+        if self.tensor.is_cuda:
+            torch.cuda.synchronize()
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte on the device."""
+        return int(self.tensor.data_ptr())
+
+    @property
+    def device(self) -> str:
+        """The device's name, with its number."""
+        return str(self.tensor.device)
+
+    def fetch(self) -> None:
+        """Bring the device's bytes back to the host memory that this was made from."""
+        self._host.copy_(self.tensor)
 
 
 class Cache:
@@ -48,27 +76,23 @@ class Cache:
         self.memory[:] = POISON
         side = task.side
         self.holder = Holder(side.tp, side.dcp, side.pcp, side.interleave, side.pcp_mode, task.rank)
+        self.twin: DeviceTwin | None = None
 
     def views(self) -> dict[str, CacheView]:
-        """What an engine would register."""
-        address = self.memory.ctypes.data
+        """What an engine would register: host memory, or the device's copy of it."""
+        twin = self.twin
+        address = self.memory.ctypes.data if twin is None else twin.address
+        device = "cpu" if twin is None else twin.device
+        owner = self.memory if twin is None else twin.tensor
         storage = (address, self.memory.nbytes)
-        return {
-            name: replace(
-                layer.view(address + self._starts[name], storage),
-                tensors=(
-                    TensorView(
-                        address + self._starts[name],
-                        layer.shape,
-                        layer.strides,
-                        1,
-                        storage,
-                        owner=self.memory,
-                    ),
-                ),
+        views = {}
+        for name, layer in self.paged.items():
+            start = address + self._starts[name]
+            tensor = TensorView(
+                start, layer.shape, layer.strides, 1, storage, device=device, owner=owner
             )
-            for name, layer in self.paged.items()
-        }
+            views[name] = replace(layer.view(start, storage), tensors=(tensor,))
+        return views
 
     def bytes_of(self, name: str) -> Bytes:
         """All bytes of a layer's tensor with padding, uint8 ``(blocks, stride)``."""
@@ -122,6 +146,8 @@ def run(task: RankTask, tell: Any, wait: Any) -> RankReport:
         for done, name in enumerate(names):
             cache.bytes_of(name)[:] = cache.expected(name)
             tell({"event": "progress", "done": done + 1, "of": 2 * len(names)})
+    if task.job.device != "cpu":
+        cache.twin = DeviceTwin(cache.memory, _device(task))
     views = cache.views()
     job = task.job
     mappings = derive_canonical_mappings(
@@ -130,7 +156,9 @@ def run(task: RankTask, tell: Any, wait: Any) -> RankReport:
     region = Region.attach(task.region_fd)
     # Map the region's pages before the clock starts, as pinning does in an engine.
     int(region.view[::4096].max(initial=0))
+    pinning = cuda.pin(region) if job.device != "cpu" else None
     with Engine(threads=task.threads) as engine:
+        engine.choose_mover = choose_mover
         plan = TransferPlan(
             mappings,
             views,
@@ -151,6 +179,10 @@ def run(task: RankTask, tell: Any, wait: Any) -> RankReport:
         result = transfer.check()
         seconds = time.perf_counter() - began
         plan.close()
+    if pinning is not None:
+        pinning.release()
+    if cache.twin is not None:
+        cache.twin.fetch()
     report = replace(
         report,
         nbytes=int(result["bytes"]),
@@ -174,6 +206,12 @@ def run(task: RankTask, tell: Any, wait: Any) -> RankReport:
         tell({"event": "progress", "done": len(names) + done + 1, "of": 2 * len(names)})
     region.close(force=True)
     return replace(report, checked=checked, wrong=wrong, first_wrong=first)
+
+
+def _device(task: RankTask) -> str:
+    """The GPU of this rank: ranks take the node's devices in turn."""
+    order = task.stage * task.side.grid.size + task.rank
+    return f"{task.job.device}:{order % max(1, len(cuda.devices()))}"
 
 
 def main() -> int:

@@ -33,6 +33,7 @@ class Job:
 
     Attributes:
         tokens: tokens moved, a multiple of `chunk_tokens`.
+        device: where caches are, ``"cpu"`` or ``"cuda"``.
         padding: bytes behind every page of the caches, which must stay untouched.
         seed: of block tables and of the order of chunks in the region.
     """
@@ -45,6 +46,7 @@ class Job:
     tokens: int
     mover: str = "auto"
     writers: str = "turns"
+    device: str = "cpu"
     padding: int = 64
     seed: int = 0
 
