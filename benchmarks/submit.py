@@ -120,8 +120,9 @@ def main() -> int:
                         max(9, options.rounds // 20),
                         lambda: None,
                     )
-                    few = Samples(store.seconds[: len(expand.seconds)])
-                    least, middle, greatest = spread(expand, few)
+                    shared = min(len(store.seconds), len(expand.seconds))
+                    few = Samples(store.seconds[:shared])
+                    least, middle, greatest = spread(Samples(expand.seconds[:shared]), few)
                     source, target, size = triples(caches, bases, blocks, pages)
                     triple_bytes = source.nbytes + target.nbytes + size.nbytes
                     met &= middle >= 100 or count < 256
