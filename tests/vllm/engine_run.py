@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ PROMPTS = [BASE + "first", "ZYX " + BASE[:240], "second request: " + BASE[10:260
 def main(task: dict[str, Any]) -> None:
     os.environ.update({key: os.environ.get(key, value) for key, value in ENVIRONMENT.items()})
     if task.get("patch"):
-        __import__(task["patch"]).apply()
+        getattr(__import__("sabotage"), task["patch"])()
     from vllm import LLM, SamplingParams
 
     keywords: dict[str, Any] = {
@@ -52,7 +53,9 @@ def main(task: dict[str, Any]) -> None:
     greedy = SamplingParams(max_tokens=task.get("tokens", 12), temperature=0, ignore_eos=True)
     passes = []
     prompts = task.get("prompts", PROMPTS)
-    for _ in range(task.get("passes", 1)):
+    for index in range(task.get("passes", 1)):
+        if index and task.get("kill_worker"):
+            kill_worker()
         outputs = llm.generate(prompts, greedy, use_tqdm=False)
         passes.append(
             [
@@ -76,6 +79,18 @@ def main(task: dict[str, Any]) -> None:
             )
             metrics[f"{metric.name}{{{labels}}}" if labels else metric.name] = value
     print("RESULT " + json.dumps({"passes": passes, "metrics": metrics}), flush=True)
+
+
+def kill_worker() -> None:
+    """Kill the last of this engine's workers without warning."""
+    import psutil
+
+    workers = [child for child in psutil.Process().children(recursive=True) if is_worker(child)]
+    os.kill(workers[-1].pid, signal.SIGKILL)
+
+
+def is_worker(process: Any) -> bool:
+    return "Worker" in process.name() or "Worker" in " ".join(process.cmdline())
 
 
 if __name__ == "__main__":

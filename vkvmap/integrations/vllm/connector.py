@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from vkvmap.integrations.vllm import versions
-from vkvmap.integrations.vllm.worker import job_blocks
+from vkvmap.integrations.vllm.jobs import job_blocks
 
 _Connector: Any = versions.connector_class()
 

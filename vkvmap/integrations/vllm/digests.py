@@ -156,15 +156,15 @@ def _kernel_cells(
         keys = flat[:, :, : tokens * k_size].reshape(n, heads, k_size, tokens, item)
         values = flat[:, :, tokens * k_size :].reshape(n, heads, tokens, -1)
         keys = keys.transpose(0, 1, 3, 2, 4).reshape(n, heads, tokens, -1)
-        return np.concatenate([keys, values], axis=-1)
+        return np.asarray(np.concatenate([keys, values], axis=-1))
     if name.startswith("packed"):
-        return content.reshape(*content.shape[:3], -1)
+        return np.asarray(content.reshape(*content.shape[:3], -1))
     if name.startswith("split"):
         n, _, tokens, heads = content.shape[:4]
         both = content.transpose(0, 3, 2, 1, 4, 5)
-        return both.reshape(n, heads, tokens, -1)
+        return np.asarray(both.reshape(n, heads, tokens, -1))
     if name == "mla":
-        return content.reshape(content.shape[0], 1, content.shape[1], -1)
+        return np.asarray(content.reshape(content.shape[0], 1, content.shape[1], -1))
     raise EngineError(
         f"layer {spec.name!r}: pages of layout {name!r} cannot be taken apart into tokens, so "
         "they cannot be verified; turn vkvmap.verify off"
@@ -183,4 +183,5 @@ def _gathered(tensor: TensorView, blocks: Ids) -> NDArray[np.uint8]:
         flat = picked.view(torch.uint8).numpy()
         return np.asarray(flat.reshape(*picked.shape, size))
     array: NDArray[Any] = np.ascontiguousarray(owner[blocks])
-    return np.asarray(array.view(np.uint8).reshape(*array.shape, tensor.itemsize))
+    viewed: NDArray[np.uint8] = array.view(np.uint8).reshape(*array.shape, tensor.itemsize)
+    return viewed

@@ -43,19 +43,17 @@ class Emitter:
 
     def __init__(self, card: Mapping[str, Any]) -> None:
         self._card = card
-        self._told: dict[str, int] = {}
-        self._said_gauges = False
+        self._told: dict[str, int] | None = None
 
     def stats(self, totals: Mapping[str, int]) -> Any | None:
         """What has changed since the last call; None if nothing has."""
-        changed = {name: value - self._told.get(name, 0) for name, value in totals.items()}
+        before = self._told or {}
+        changed = {name: value - before.get(name, 0) for name, value in totals.items()}
         changed = {name: value for name, value in changed.items() if value}
-        if not changed and self._said_gauges:
+        if not changed and self._told is not None:
             return None
         stats = versions.stats()
-        if not self._said_gauges:
-            self._gauges(stats)
-            self._said_gauges = True
+        self._gauges(stats)
         for direction in _DIRECTIONS:
             for name in _COUNTERS:
                 amount = changed.get(f"{direction}_{name}")

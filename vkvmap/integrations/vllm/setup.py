@@ -172,7 +172,7 @@ def _layers(config: Any, kv_caches: Any, vllm_config: Any) -> dict[str, LayerFac
             versions.bound_tensors(module),
             refs[name],
             type(module).__name__,
-            getattr(module, "isa", None),
+            versions.cpu_isa(module),
         )
     return facts
 

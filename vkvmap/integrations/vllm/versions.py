@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -165,6 +165,15 @@ def bound_tensors(module: Any) -> tuple[Any, ...]:
     return tuple(tensor for tensor in flat if tensor.numel())
 
 
+def cpu_isa(module: Any) -> str | None:
+    """The instruction set that the CPU backend fills a layer's pages for (on `impl` until 0.28)."""
+    for holder in (module, getattr(module, "impl", None)):
+        isa = getattr(holder, "isa", None)
+        if isa is not None:
+            return str(isa)
+    return None
+
+
 # ---- host memory --------------------------------------------------------------------------------
 
 
@@ -222,13 +231,6 @@ def metric(kind: str, documentation: str, labels: Sequence[str] = ()) -> Any:
 def class_names(value: Any) -> frozenset[str]:
     """Names of the classes of `value`, base classes included."""
     return frozenset(cls.__name__ for cls in type(value).__mro__)
-
-
-def ids(values: Iterable[int]) -> Any:
-    """Block or row ids as int64 (the engine's arrays were int64 until 0.29, int32 since)."""
-    import numpy as np
-
-    return np.asarray(values, dtype=np.int64)
 
 
 def miss() -> Any:

@@ -14,26 +14,21 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from vkvmap.errors import TransferError
 from vkvmap.integrations.vllm import versions
 from vkvmap.integrations.vllm.board import WorkerBoard
 from vkvmap.integrations.vllm.digests import Digests
+from vkvmap.integrations.vllm.jobs import JobIds, Pairs
 from vkvmap.integrations.vllm.options import EngineError, Options
 from vkvmap.integrations.vllm.setup import Setup
 from vkvmap.integrations.vllm.startup import logger
 from vkvmap.region import Region, Section
 from vkvmap.transfer import Engine, Job
 from vkvmap.transfer_plan import TransferPlan
-
-Ids = NDArray[np.int64]
-Pairs = dict[str, tuple[Ids, Ids]]
 
 _Worker: Any = versions.worker_class()
 
@@ -70,8 +65,7 @@ class VkvmapWorker(_Worker):  # type: ignore[misc]  # the engine has no types he
         self.board: WorkerBoard | None = None
         self.reports_failures = False
         self._release = release
-        self._groups = setup.groups
-        self._per_chunk = setup.blocks_per_chunk
+        self._ids = JobIds(setup.groups, setup.blocks_per_chunk)
         self._retries = options.retries
         self._region = setup.rows.region(memory, num_rows)
         self._engine = Engine()
@@ -101,7 +95,7 @@ class VkvmapWorker(_Worker):  # type: ignore[misc]  # the engine has no types he
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any, **_: Any) -> bool:
         """Start copying cache blocks to chunks; later releases may pass more by name."""
-        pairs = self.pairs(src_spec, dst_spec)
+        pairs = self._ids.pairs(src_spec, dst_spec)
         if self._digests is not None:
             self._digests.write(pairs)
         job = self._plan.store(pairs, stream=self._stream())
@@ -112,7 +106,7 @@ class VkvmapWorker(_Worker):  # type: ignore[misc]  # the engine has no types he
         self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False, **_: Any
     ) -> bool:
         """Start copying chunks to cache blocks."""
-        pairs = self.pairs(dst_spec, src_spec)
+        pairs = self._ids.pairs(dst_spec, src_spec)
         job = self._plan.load(pairs, stream=self._stream(), expedited=expedited)
         self._pending[job_id] = _Pending(job, pairs, True, time.perf_counter())
         return True
@@ -201,40 +195,6 @@ class VkvmapWorker(_Worker):  # type: ignore[misc]  # the engine has no types he
         if self.board is not None:
             self.board.add(name, amount)
 
-    # ---- ids ------------------------------------------------------------------------------------
-
-    def pairs(self, cache: Any, host: Any) -> Pairs:
-        """Group -> (block ids, canonical page ids) of one job.
-
-        `cache.block_ids` are concatenated by group; a group's chunks hold `blocks_per_chunk`
-        blocks each, and its first block may lie within its first chunk.
-        """
-        blocks, rows = versions.ids(cache.block_ids), versions.ids(host.block_ids)
-        per_chunk, block_at, row_at = self._per_chunk, 0, 0
-        found: Pairs = {}
-        sizes, firsts = cache.group_sizes, cache.block_indices
-        for group, size, first in zip(self._groups, sizes, firsts, strict=True):
-            if not size:
-                continue
-            skip = first % per_chunk
-            chunks = -(-(size + skip) // per_chunk)
-            mine = rows[row_at : row_at + chunks]
-            pages = mine if per_chunk == 1 else _pages(mine, per_chunk, skip, size)
-            found[group] = (blocks[block_at : block_at + size], pages)
-            block_at += size
-            row_at += chunks
-        if block_at != len(blocks) or row_at != len(rows):
-            raise TransferError(
-                f"a job of {len(blocks)} blocks in groups of {list(sizes)} and {len(rows)} chunks "
-                f"of {per_chunk} blocks: {block_at} blocks and {row_at} chunks are accounted for"
-            )
-        return found
-
-
-def _pages(rows: Ids, per_chunk: int, skip: int, size: int) -> Ids:
-    pages = rows[:, None] * per_chunk + np.arange(per_chunk, dtype=np.int64)
-    return pages.reshape(-1)[skip : skip + size]
-
 
 def make_worker(setup: Setup, options: Options, region: Any, num_rows: int) -> VkvmapWorker:
     """The worker over the engine's host memory `region`.
@@ -280,8 +240,3 @@ def _all_agree(mine: bool) -> bool:
     vote = torch.tensor([int(mine)])
     torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
     return bool(vote.item())
-
-
-def job_blocks(pairs: Mapping[str, tuple[Ids, Ids]]) -> set[int]:
-    """Cache blocks that a job was to fill."""
-    return {int(block) for blocks, _ in pairs.values() for block in blocks}

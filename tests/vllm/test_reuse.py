@@ -1,0 +1,108 @@
+"""Stored under one tensor-parallel size, restarted, loaded under another: full hits, same tokens.
+
+Each engine is a process of its own, and all that connects them is the engine's own file tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.engine import Bench, Life, stored_files, transfer, whole_prefix
+
+pytestmark = pytest.mark.vllm
+
+Models = Callable[[str], Path]
+
+FIRST = [
+    "The quick brown fox jumps over the lazy dog and then some more. " * 4 + "first",
+    "ZYX " + "another prompt that shares nothing with the others at all, " * 4,
+]
+SECOND = [
+    "Second half of the test: " + "numbers one two three four five six seven. " * 6,
+    "0123456789" * 25,
+]
+
+
+def check_hit(life: Life, reference: list[list[int]], chunk_tokens: int) -> None:
+    assert life.cached() == whole_prefix(life, chunk_tokens)
+    assert life.tokens() == reference
+    assert min(life.cached()) > 0
+
+
+def test_tp1_and_tp2_load_each_others_pages(bench: Bench, models: Models, tmp_path: Path) -> None:
+    model, files = models("llama"), tmp_path / "files"
+    plain = bench.run(model, prompts=FIRST + SECOND)
+    first = bench.run(model, prompts=FIRST, transfer=transfer(files))
+    assert first.cached() == [0, 0]
+    assert first.tokens() == plain.tokens()[:2]
+
+    # tp=2 finds what tp=1 stored, and stores prompts of its own ...
+    both = bench.run(model, tp=2, prompts=FIRST + SECOND, transfer=transfer(files))
+    assert both.cached()[:2] == whole_prefix(both, 32)[:2] and both.cached()[2:] == [0, 0]
+    assert both.tokens() == plain.tokens()
+
+    # ... which tp=1 then finds.
+    last = bench.run(model, prompts=SECOND, transfer=transfer(files))
+    check_hit(last, plain.tokens()[2:], 32)
+    assert last.metric("vkvmap_bytes{load}") == sum(last.cached()) * 4096
+    assert last.metric("vkvmap_shared_namespace") == 1
+    assert last.metric("vkvmap_certified_layers") == 4
+    assert "4 of 4 layers certified" in last.log and "bytes per token" in last.log
+
+
+def test_replicated_heads_in_chunks_of_two_blocks(
+    bench: Bench, models: Models, tmp_path: Path
+) -> None:
+    model, files = models("one-head"), tmp_path / "files"
+    config = transfer(files, blocks_per_chunk=2, verify=True)
+    first = bench.run(model, prompts=FIRST, transfer=config)
+    both = bench.run(model, tp=2, prompts=FIRST + SECOND, transfer=config)
+    assert both.cached()[:2] == whole_prefix(both, 64)[:2]
+    assert both.tokens()[:2] == first.tokens()
+    # A row holds one copy of the head and not one per rank, or tp=1 could not read it.
+    last = bench.run(model, prompts=SECOND, transfer=config)
+    check_hit(last, both.tokens()[2:], 64)
+    assert last.metric("vkvmap_digest_mismatches") == both.metric("vkvmap_digest_mismatches") == 0
+
+
+def test_sliding_window_groups(bench: Bench, models: Models, tmp_path: Path) -> None:
+    model, files = models("window"), tmp_path / "files"
+    config = transfer(files, blocks_per_chunk=2)
+    first = bench.run(model, tp=2, prompts=FIRST, transfer=config)
+    last = bench.run(model, prompts=FIRST, transfer=config)
+    check_hit(last, first.tokens(), 64)
+
+
+def test_recurrent_state_beside_attention(bench: Bench, models: Models, tmp_path: Path) -> None:
+    model, files = models("hybrid"), tmp_path / "files"
+    # Chunks of one state block: a longer prefill step takes a path that this platform lacks.
+    engine = {"max_num_batched_tokens": 160}
+    first = bench.run(model, prompts=FIRST, engine=engine, transfer=transfer(files, strict=True))
+    assert "4 of 4 layers certified" in first.log
+    last = bench.run(
+        model, tp=2, prompts=FIRST, engine=engine, transfer=transfer(files, strict=True)
+    )
+    check_hit(last, first.tokens(), 160)
+
+
+def test_latent_rows_arrive_as_they_were_stored(
+    bench: Bench, models: Models, tmp_path: Path
+) -> None:
+    """Bytes, not tokens: this platform's latent attention does not repeat itself."""
+    model, files = models("latent"), tmp_path / "files"
+    config = transfer(files, verify=True)
+    first = bench.run(model, prompts=FIRST, transfer=config)
+    before = {path.name: path.read_bytes() for path in stored_files(files)}
+    last = bench.run(model, tp=2, prompts=FIRST, transfer=config)
+    assert last.cached() == whole_prefix(last, 64 if first.cached()[0] else _block(first))
+    assert last.metric("vkvmap_digest_mismatches") == 0 < last.metric("vkvmap_bytes{load}")
+    assert {path.name: path.read_bytes() for path in stored_files(files)} == before
+
+
+def _block(life: Life) -> int:
+    """Tokens per block, which the latent backend chooses: read from what was stored."""
+    stored = life.metric("vkvmap_bytes{store}") / life.metric("vkvmap_pages{store}")
+    return int(stored / (life.metric("vkvmap_bytes_per_token") / 3))
