@@ -15,5 +15,6 @@ settings.register_profile("ci", max_examples=300, derandomize=True, **_COMMON)
 settings.register_profile(
     "long", max_examples=int(os.environ.get("VKVMAP_CASES", "25000")), **_COMMON
 )
+settings.register_profile("mutant", max_examples=100, derandomize=True, **_COMMON)
 settings.register_profile("fast", max_examples=30, derandomize=True, **_COMMON)
 settings.load_profile(os.environ.get("VKVMAP_HYPOTHESIS", "ci"))
