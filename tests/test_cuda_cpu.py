@@ -38,13 +38,14 @@ def scenarios(kind: str, workshop: Workshop) -> Path:
         run(
             *("g++", "-x", "c++", "-std=c++17", *FLAGS[kind], "-Wall", "-Wextra", "-Werror"),
             *("-Wno-unknown-pragmas", "-I", CSRC, "-I", STAND_IN, "-isystem", cuda),
-            *("-c", source, "-o", target),
+            *("-DVKVMAP_WITH_CUDA=1", "-c", source, "-o", target),
         )
         return target
 
     def build(draft: Path) -> None:
         draft.mkdir()
-        sources = [*CSRC.glob("*.cu"), CSRC / "validate.cpp", *STAND_IN.glob("*.cpp")]
+        native = [s for s in CSRC.glob("*.cpp") if "bindings" not in s.name]
+        sources = [*CSRC.glob("*.cu"), *native, *STAND_IN.glob("*.cpp")]
         with ThreadPoolExecutor(2) as pool:
             objects = list(pool.map(lambda source: compile_one(source, draft), sources))
         linked = draft / "test_movers"
@@ -80,6 +81,10 @@ def test_without_its_wait_a_transfer_would_go_wrong(workshop: Workshop) -> None:
 
 def test_ids_of_pending_transfers_are_not_overwritten(workshop: Workshop) -> None:
     play(scenarios("plain", workshop), "ring", 0, 15)
+
+
+def test_jobs_of_the_engine_that_meet_run_in_the_order_of_submission(workshop: Workshop) -> None:
+    play(scenarios("plain", workshop), "engine", 0, 60)
 
 
 def test_a_failing_runtime_call_is_told_and_leaves_nothing_behind(workshop: Workshop) -> None:

@@ -44,7 +44,7 @@ struct CUevent_st {
   Mark mark;
   int device = 0;
   bool timed = false;
-  double at = 0;
+  std::shared_ptr<double> at = std::make_shared<double>(0);  // outlives the event: it may go first
 };
 struct CUgraph_st {
   std::vector<std::function<void()>> work;
@@ -453,7 +453,7 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
   if (stream->capturing) return set(cudaErrorStreamCaptureUnsupported);
   if (e->device != current_device || (stream != null_stream && stream->device != e->device))
     return set(cudaErrorInvalidResourceHandle);
-  push(stream, [e] { e->at = clock_now; });
+  push(stream, [at = e->at] { *at = clock_now; });
   e->mark = {stream, stream->submitted};
   return cudaSuccess;
 }
@@ -467,12 +467,11 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) {
   ENTER;
   if (!a->timed || !b->timed) return set(cudaErrorInvalidResourceHandle);
   if (!done(a->mark) || !done(b->mark)) return set(cudaErrorNotReady);
-  *ms = static_cast<float>(b->at - a->at);
+  *ms = static_cast<float>(*b->at - *a->at);
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t e) {
   ENTER;
-  until([&] { return done(e->mark); });  // the work that stamps it points to it
   delete e;
   --events;
   return cudaSuccess;

@@ -2,6 +2,7 @@
 // Usage: test_movers <scenario> <first seed> <seeds>. Exits 0, or says what is wrong.
 #include <thread>
 
+#include "engine.h"
 #include "test_plan.h"
 
 namespace test {
@@ -240,6 +241,51 @@ void ids_of_a_pending_transfer_are_kept(uint64_t seed) {
   cudaStreamSynchronize(stream);
   expected.check(w, "ring");
   cudaStreamDestroy(stream);
+}
+
+// Through the engine: jobs of both movers, all lanes at once, that meet in pages and blocks. What the
+// caller's stream has pending comes first, and the outcome is that of the order of submission.
+void engine(uint64_t seed) {
+  Random r(seed);
+  cuda_cpu::seed(seed);
+  std::vector<ClassShape> shapes = {random_class(r)};
+  World w(r, std::move(shapes), 8, 2, 4);
+  auto pinned = pin(w);
+  w.fill(r);
+  Expected expected(w);
+  const auto engine = Engine::create(2);
+  std::vector<uint32_t> progress(w.num_layers());
+  std::vector<JobPtr> jobs;
+  cudaStream_t compute;
+  cudaStreamCreateWithFlags(&compute, cudaStreamNonBlocking);
+  cudaMemsetAsync(w.cache->data, 0x3D, w.cache->bytes, compute);
+  std::fill(expected.cache.begin(), expected.cache.end(), 0x3D);
+  for (int i = 0; i < 12; ++i) {
+    const std::vector<BlockPair> pairs = w.random_pairs(r, 3);
+    std::vector<int64_t> blocks, pages;
+    for (const BlockPair& p : pairs) {
+      blocks.push_back(static_cast<int64_t>(p.block));
+      pages.push_back(p.row * w.pages_per_row + p.page);
+    }
+    SubmitRequest request;
+    request.plan = w.plan;
+    request.direction = i % 2 ? Direction::Load : Direction::Store;
+    request.groups = {{0, blocks.data(), pages.data(), blocks.size()}};
+    request.expedited = i % 2 && r.below(2);
+    if (i == 11) request.progress = {progress.data(), progress.size(), 7};
+    request.mover = r.below(2) ? static_cast<Mover*>(&kernel_mover()) : &copy_engine_mover();
+    request.stream = reinterpret_cast<uintptr_t>(compute);
+    jobs.push_back(engine->submit(request));
+    w.oracle(request.direction, pairs, 0, w.num_layers(), expected.cache, expected.region);
+  }
+  for (const JobPtr& job : jobs) {
+    CHECK(job->wait(60), "a job hangs");
+    CHECK(job->result().error.empty(), "%s", job->result().error.c_str());
+  }
+  expected.check(w, "engine");
+  for (const uint32_t word : progress) CHECK(word == 7, "progress says %u", word);
+  CHECK(engine->shutdown(true, 60), "the engine hangs");
+  cudaStreamDestroy(compute);
 }
 
 // ---- failures: each runtime call in turn
@@ -540,6 +586,7 @@ int main(int argc, char** argv) {
       store_waits_for_pending_writes(seed, true, store_seen);
       load_waits_for_pending_zeroing(seed, true, load_seen);
     } else if (scenario == "ring") ids_of_a_pending_transfer_are_kept(seed);
+    else if (scenario == "engine") engine(seed);
     else if (scenario == "failures") failures(seed);
     else if (scenario == "registration") registration(seed);
     else if (scenario == "graphs") graphs(seed);
