@@ -69,6 +69,7 @@ class Space:
         capacity: int | None = None,
         policy: EvictionPolicy = least_recently_used,
         quarantine_files: int = 16,
+        sweep: bool = True,
     ) -> None:
         """Open or create the store at `root`.
 
@@ -78,6 +79,7 @@ class Space:
             capacity: most bytes that all chunks and temporaries may take, None for no bound.
             policy: which chunks to evict first.
             quarantine_files: damaged files that are kept for inspection.
+            sweep: remove what dead writers left; False for those who only look.
 
         Raises:
             StoreError: not a directory, or anybody may write into it.
@@ -100,6 +102,8 @@ class Space:
                 # After a power loss the counter may be older than the files it counts.
                 epoch = _STATE.unpack_from(self._state)[2] if magic == _MAGIC else 0
                 _STATE.pack_into(self._state, 0, _MAGIC, self._count()[1], epoch + 1, _boot())
+            elif sweep:
+                self._add_used(-self._sweep())
 
     def close(self) -> None:
         """Let go of the directory."""
@@ -161,9 +165,13 @@ class Space:
                     return None
             path = f"{self.root}/{TEMPORARY}/{self._pid}-{next(self._names)}-{nbytes}.tmp"
             make_folder(os.path.dirname(path))
-            fd = make(path)
-            fcntl.flock(fd, fcntl.LOCK_EX)
             self._add_used(nbytes)
+            try:
+                fd = make(path)
+            except BaseException:
+                self._add_used(-nbytes)
+                raise
+            fcntl.flock(fd, fcntl.LOCK_EX)
         return fd, path
 
     def publish(self, path: str, target: str, nbytes: int) -> bool:
@@ -267,16 +275,21 @@ class Space:
 
         Orphaned temporaries are removed on the way.
         """
+        self._sweep()
         entries = list(iterate(self.root))
         total = sum(entry.nbytes for entry in entries)
         total += sum(item.stat().st_size for item in plain_files(f"{self.root}/{QUARANTINE}"))
+        living = plain_files(f"{self.root}/{TEMPORARY}")
+        return entries, total + sum(_promised(item.name) for item in living)
+
+    def _sweep(self) -> int:
+        """Remove orphaned temporaries; the bytes that their writers had reserved."""
+        reserved = 0
         for item in plain_files(f"{self.root}/{TEMPORARY}"):
             if _is_orphan(item.path):
                 self.files.unlink(item.path)
-            else:
-                # The name says how long it will be; it may have just begun.
-                total += int(item.name.removesuffix(".tmp").rsplit("-", 1)[-1])
-        return entries, total
+                reserved += _promised(item.name)
+        return reserved
 
     def collect(self) -> int:
         """Remove orphaned temporaries and correct `used`; how many there were."""
@@ -342,6 +355,12 @@ def plain_files(path: str) -> list[os.DirEntry[str]]:
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as items:
         return [item for item in items if item.is_file(follow_symlinks=False)]
     return []
+
+
+def _promised(name: str) -> int:
+    """How long the temporary `name` will be; it may have just begun."""
+    size = name.removesuffix(".tmp").rsplit("-", 1)[-1]
+    return int(size) if size.isdecimal() else 0
 
 
 def _is_orphan(path: str) -> bool:

@@ -113,7 +113,7 @@ def stats(path: str) -> StoreStats:
         found.nbytes += entry.nbytes
     found.temporaries = len(plain_files(f"{path}/{TEMPORARY}"))
     found.quarantined = len(plain_files(f"{path}/{QUARANTINE}"))
-    space = Space(path, FileSystem())
+    space = Space(path, FileSystem(), sweep=False)
     found.used = space.used
     space.close()
     return found
@@ -128,7 +128,7 @@ def fsck(path: str, *, repair: bool = False, progress: Progress | None = None) -
         progress: called after each file.
     """
     _require_store(path)
-    space, found = Space(path, FileSystem()), Check()
+    space, found = Space(path, FileSystem(), sweep=False), Check()
     try:
         for entry in iterate(path):
             try:
@@ -179,7 +179,7 @@ def gc(
     _require_store(path)
     if identity == "":
         raise StoreError("identity '' would remove every chunk; name the identity, or its start")
-    space, removed = Space(path, FileSystem()), Collected()
+    space, removed = Space(path, FileSystem(), sweep=False), Collected()
     try:
         removed.temporaries = space.collect()
         if quarantine:

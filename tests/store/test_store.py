@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import threading
 import time
 
@@ -353,6 +354,23 @@ def test_a_counter_that_a_crash_left_too_high_is_corrected(path):
         assert store.snapshot()["used_bytes"] == taken(path)
 
 
+def test_what_a_dead_writer_left_is_gone_when_the_store_is_next_opened(path):
+    pid = os.fork()
+    if pid == 0:
+
+        class Dying(FileSystem):
+            def sync(self, fd: int) -> None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        store = CanonicalStore(path, IDENTITY, files=Dying())
+        store.put([key_of(1)], "full", [content_of(key_of(1), FULL)]).wait(30)
+    os.waitpid(pid, 0)
+    assert len(os.listdir(f"{path}/tmp")) == 1 and taken(path) == FILE
+    with CanonicalStore(path, IDENTITY) as store:
+        assert os.listdir(f"{path}/tmp") == [] and store.snapshot()["used_bytes"] == 0
+        assert put(store, [1]) == ["stored"] and store.snapshot()["used_bytes"] == FILE
+
+
 # ---- ledger -----------------------------------------------------------------------------------
 
 
@@ -577,6 +595,15 @@ def test_a_store_is_not_used_across_a_fork(path):
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
+def leave_orphan(path: str) -> None:
+    """What a writer leaves that is killed before its first byte."""
+    space = Space(path, FileSystem())
+    made = space.reserve(5000, lambda name: os.open(name, os.O_CREAT | os.O_WRONLY))
+    assert made is not None
+    os.close(made[0])
+    space.close()
+
+
 # ---- upkeep -----------------------------------------------------------------------------------
 
 
@@ -607,7 +634,7 @@ def test_fsck_finds_damage_misplaced_and_unknown_files_and_repairs(path):
         os.truncate(short, 4500)
         os.rename(moved, f"{os.path.dirname(moved)}/{'ab' * 32}.chunk")
         open(f"{path}/{IDENTITY.name}/notes", "w").close()
-        open(f"{path}/tmp/1-1-5000.tmp", "w").close()
+        leave_orphan(path)
         found = fsck(path)
         assert set(found.damaged) == {flipped, short} and len(found.misplaced) == 1
         assert found.chunks == 3 and found.orphans == 1 and not found.clean
