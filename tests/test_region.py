@@ -174,6 +174,25 @@ def test_a_fork_sees_the_same_bytes():
         assert region.row("chunks", 0)[0] == 77
 
 
+def test_a_fork_that_lets_go_does_not_stop_its_parents_server():
+    with Region.create(SECTIONS) as region:
+        address = region.serve()
+        pid = os.fork()
+        if pid == 0:
+            region.close(force=True)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        with Region.attach(address, timeout=5) as joined:
+            assert joined.nbytes == region.nbytes
+
+
+def test_a_closed_region_is_served_no_more():
+    with Region.create(SECTIONS) as region:
+        address = region.serve()
+    with pytest.raises(RegionError, match="nobody serves"):
+        Region.attach(address, timeout=0)
+
+
 def test_a_socket_that_nobody_serves_is_an_error_in_time():
     began = time.monotonic()
     with pytest.raises(RegionError, match="nobody serves a region at @vkvmap-none"):

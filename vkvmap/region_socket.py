@@ -32,6 +32,7 @@ class DescriptorServer:
         """
         self.address = "@" + (name or f"vkvmap-{os.getpid()}-{secrets.token_hex(8)}")
         self._fd = os.dup(fd)
+        self._pid = os.getpid()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._socket.bind("\0" + self.address[1:])
@@ -58,11 +59,16 @@ class DescriptorServer:
                     peer.sendmsg([_GREETING], ancillary)
 
     def close(self) -> None:
-        """Stop serving; those who have joined keep what they have."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        """Stop serving; those who have joined keep what they have.
+
+        A fork of the server has only its copies of the descriptors to close: shutting the socket
+        down would stop its parent's server.
+        """
+        if os.getpid() == self._pid:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._thread.join(timeout=10.0)
         self._socket.close()
-        self._thread.join(timeout=10.0)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
