@@ -18,7 +18,6 @@ import numpy as np
 
 from vkvmap import cuda
 from vkvmap.cache import CacheView, TensorView
-from vkvmap.calibrate import choose_mover
 from vkvmap.derive import derive_canonical_mappings
 from vkvmap.errors import VkvmapError
 from vkvmap.layout import CELL
@@ -158,7 +157,6 @@ def run(task: RankTask, tell: Any, wait: Any) -> RankReport:
     int(region.view[::4096].max(initial=0))
     pinning = cuda.pin(region) if job.device != "cpu" else None
     with Engine(threads=task.threads) as engine:
-        engine.choose_mover = choose_mover
         plan = TransferPlan(
             mappings,
             views,
