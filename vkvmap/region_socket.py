@@ -33,6 +33,7 @@ class DescriptorServer:
         self.address = "@" + (name or f"vkvmap-{os.getpid()}-{secrets.token_hex(8)}")
         self._fd = os.dup(fd)
         self._pid = os.getpid()
+        self._closing = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._socket.bind("\0" + self.address[1:])
@@ -48,8 +49,10 @@ class DescriptorServer:
         while True:
             try:
                 peer, _ = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if self._closing.wait(0.05):
+                    return
+                continue  # out of descriptors for a moment, or the peer has gone
             # A peer that leaves early or never reads is its own loss, not the server's.
             with peer, suppress(OSError):
                 peer.settimeout(5.0)
@@ -64,6 +67,7 @@ class DescriptorServer:
         A fork of the server has only its copies of the descriptors to close: shutting the socket
         down would stop its parent's server.
         """
+        self._closing.set()
         if os.getpid() == self._pid:
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
