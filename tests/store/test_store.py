@@ -324,6 +324,15 @@ def test_the_directory_never_exceeds_its_capacity(path):
         assert store.snapshot()["used_bytes"] == taken(path)
 
 
+def test_as_much_is_evicted_as_the_new_chunk_needs(path):
+    with CanonicalStore(path, IDENTITY, capacity=2 * FILE + FILE // 5) as store:
+        for number in range(4):
+            assert put(store, [number]) == ["stored"]
+            time.sleep(0.002)
+        there = store.lookup([key_of(number) for number in range(4)], "full").tolist()
+        assert there == [False, False, True, True]
+
+
 def test_what_never_fits_is_full_and_evicts_nothing(path):
     with CanonicalStore(path, IDENTITY, capacity=2 * FILE) as store:
         put(store, [1])
