@@ -117,7 +117,9 @@ def aligned(shape: tuple[int, ...]) -> np.ndarray:
 
 
 @contextmanager
-def world(fragment: int, nbytes: int, layers: int, engine: Engine) -> Iterator[World]:
+def world(
+    fragment: int, nbytes: int, layers: int, engine: Engine, huge: bool = False
+) -> Iterator[World]:
     page = 2 * BLOCK_SIZE * fragment
     count = max(1, nbytes // (page * layers))
     caches = [aligned((count, 2, BLOCK_SIZE, 1, fragment)) for _ in range(layers)]
@@ -129,7 +131,9 @@ def world(fragment: int, nbytes: int, layers: int, engine: Engine) -> Iterator[W
         for name, cache in zip(names, caches, strict=True)
     }
     mappings = derive_canonical_mappings(table, views, RankGrid(tp=TP), RANK, strict=True)
-    with Region.create(sections_for(mappings, BLOCK_SIZE, count)) as region:
+    sections = sections_for(mappings, BLOCK_SIZE, count)
+    kind: dict[str, Any] = {"backing": "private", "huge_pages": "transparent"} if huge else {}
+    with Region.create(sections, **kind) as region:
         with TransferPlan(mappings, views, region, engine=engine) as plan:
             blocks = np.random.default_rng(0).permutation(count).astype(np.int64)
             yield World(caches, region, plan, blocks, np.arange(count, dtype=np.int64))
@@ -237,7 +241,7 @@ def against_memcpy(report: Report, options: Any, threads: int) -> bool:
     engine = Engine(threads)
     with ThreadPoolExecutor(threads) as pool:
         for fragment in options.fragments:
-            with world(fragment, options.mib * MIB, options.layers, engine) as here:
+            with world(fragment, options.mib * MIB, options.layers, engine, options.huge) as here:
                 here.verify()
                 for direction in ("store", "load"):
                     store = direction == "store"
@@ -307,6 +311,11 @@ def growth(report: Report, options: Any) -> bool:
             first = None
             for size, layers in points:
                 with world(256, size * MIB, layers, engine) as here:
+                    for cache in here.caches:
+                        cache.fill(7)  # untouched memory is one page of zeros, read from a cache
+                    here.store()
+                    if size == 64:
+                        here.verify()
                     run = here.store if direction == "store" else here.load
                     run()
                     rounds = max(3, min(options.rounds * 2, 16384 // size))
@@ -372,6 +381,9 @@ def main() -> int:
     options_parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     options_parser.add_argument(
         "--fragments", type=int, nargs="+", default=[64, 128, 256, 1024, 4096]
+    )
+    options_parser.add_argument(
+        "--huge", action="store_true", help="region on huge pages, of this process alone"
     )
     options_parser.add_argument("--growth", action="store_true", help="cost per byte as it grows")
     options_parser.add_argument("--warm", action="store_true", help="data that caches hold")

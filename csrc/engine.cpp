@@ -18,8 +18,12 @@ namespace {
 constexpr uint64_t kSmallestSlice = 128 * 1024;
 // Of a job that publishes progress, on movers that would carry it in one go.
 constexpr uint64_t kProgressSlice = uint64_t{16} << 20;
+// How far ahead of a walk over ids their cells are asked for.
+constexpr size_t kCellsAhead = 12;
 // Reports that nobody collects are kept up to here; then the oldest go, and are counted.
-constexpr size_t kMaxReports = size_t{1} << 18;
+// Reports per lane that wait for finished(). Callers that only ever wait for their jobs never ask, so
+// this is what an idle list costs them: 5 MiB.
+constexpr size_t kMaxReports = size_t{1} << 12;
 
 double now() {
   using Clock = std::chrono::steady_clock;
@@ -271,6 +275,10 @@ void Engine::check_ids(const SubmitRequest& request, const std::vector<GroupSpac
     Space& destinations = load ? *space.blocks : *space.pages;
     ids.reserve(list.count);
     for (size_t i = 0; i < list.count; ++i) {
+      if (i + kCellsAhead < list.count) {
+        destinations.prefetch(
+            static_cast<uint64_t>(load ? list.blocks[i + kCellsAhead] : list.pages[i + kCellsAhead]));
+      }
       const uint64_t block = static_cast<uint64_t>(list.blocks[i]);
       const uint64_t page = static_cast<uint64_t>(list.pages[i]);
       if (block >= info.num_blocks) {
@@ -366,7 +374,13 @@ void Engine::note_uses(const SubmitRequest& request, const std::vector<GroupSpac
     Space& pages = *spaces[request.groups[g].group].pages;
     blocks.use(seq, !store, oldest, deps_);
     pages.use(seq, store, oldest, deps_);
-    for (const BlockId& id : ids_[g]) {
+    const std::vector<BlockId>& ids = ids_[g];
+    for (size_t i = 0; i < ids.size(); ++i) {
+      const BlockId id = ids[i];
+      if (i + kCellsAhead < ids.size()) {
+        blocks.prefetch(ids[i + kCellsAhead].block);
+        pages.prefetch(ids[i + kCellsAhead].page);
+      }
       if (store) {
         const bool moved = std::any_of(
             info.elections.begin(), info.elections.end(), [&](const Election& election) {
