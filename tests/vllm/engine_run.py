@@ -8,6 +8,7 @@ and the engine's metrics at the end. Everything else on stdout and stderr is the
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -83,14 +84,7 @@ def main(task: dict[str, Any]) -> None:
 
 def kill_worker() -> None:
     """Kill the last of this engine's workers without warning."""
-    import psutil
-
-    workers = [child for child in psutil.Process().children(recursive=True) if is_worker(child)]
-    os.kill(workers[-1].pid, signal.SIGKILL)
-
-
-def is_worker(process: Any) -> bool:
-    return "Worker" in process.name() or "Worker" in " ".join(process.cmdline())
+    os.kill(multiprocessing.active_children()[-1].pid or 0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -66,9 +66,8 @@ def test_truncated_files_miss(
     [
         (transfer(cpu_bytes=1000), "less than one chunk of 131,072 bytes"),
         (transfer(cpu_bytes=1 << 50), "/dev/shm"),
-        (transfer(familly="universal"), "did you mean 'family'"),
     ],
-    ids=["region-too-small", "shared-memory-full", "unknown-option"],
+    ids=["region-too-small", "shared-memory-full"],
 )
 def test_what_cannot_be_served_is_said_at_start_up(
     bench: Bench, models: Models, config: dict[str, object], sentence: str
@@ -97,7 +96,7 @@ def test_a_killed_rank_ends_the_engine_and_spoils_nothing(
         transfer=config,
         fails=True,
     )
-    assert "EngineDead" in life.log or "died unexpectedly" in life.log
+    assert "died unexpectedly" in life.log or "EngineDead" in life.log
     again = bench.run(models("llama"), prompts=PROMPTS, transfer=config)
     assert again.tokens() == stored[0].tokens()
     assert again.cached() == whole_prefix(again, 32)

@@ -195,7 +195,7 @@ class _Describer:
         }
         item, sizes = tensor.itemsize, (int(spec.head_size), int(spec.head_size_v))
         dense = sum(sizes) * item
-        if len(tensor.shape) == 5:
+        if len(tensor.shape) == 5 and not self._quantised_cells:
             layer = LayerSpec.attention(
                 self.facts.name, head_size=sizes[0], dtype=dtype, elem=item, **common
             )
@@ -260,22 +260,22 @@ class _Describer:
         return tensor, LAYOUTS[name]
 
     def _heads(self) -> int:
-        """KV heads of this layer in the whole model (DESIGN 2.2); the spec has the rank's share."""
+        """KV heads of this layer in the whole model; the engine states the rank's share.
+
+        The published configuration has them per layer, the engine one number for all; whichever
+        is taken must give the rank the heads that its tensor has.
+        """
         local, tp = int(self.facts.spec.num_kv_heads), self.model.tp
-        shards = getattr(self.facts.spec, "max_tp_shards", None)
-        if tp == 1 or (isinstance(shards, int) and shards == 1):
+        if tp == 1 or getattr(self.facts.spec, "max_tp_shards", None) == 1:
             return local
-        if local > 1:
-            return local * tp
         said = self.published.num_kv_heads if self.published is not None else None
-        if said is not None and said <= tp:
-            return said
-        if self.model.total_kv_heads <= tp:
-            return self.model.total_kv_heads
+        for heads in (said, self.model.total_kv_heads):
+            if heads is not None and max(1, heads // tp) == local:
+                return heads
         raise Refuse(
             "heads",
-            f"the rank holds one head, tp is {tp}, and the model has {self.model.total_kv_heads} "
-            "in other layers; the head count of this layer is not stated",
+            f"the rank holds {local} heads, which is no share over {tp} ranks of the "
+            f"{self.model.total_kv_heads} that the model has; what this layer has is not stated",
             "add the model's configuration to vkvmap.models",
         )
 
