@@ -163,6 +163,19 @@ class ChunkFormat:
         """Payload and the zeros after it."""
         return _round_up(self.payload_bytes)
 
+    def ranges(self, layers: frozenset[str] | None) -> list[tuple[int, int]]:
+        """The payload bytes of `layers` (None: of all), as ascending ``(start, stop)``."""
+        if layers is None:
+            return [(0, self.payload_bytes)]
+        found: list[tuple[int, int]] = []
+        for page in self.pages:
+            if page.layer in layers:
+                if found and found[-1][1] == page.offset:
+                    found[-1] = (found[-1][0], page.offset + page.nbytes)
+                else:
+                    found.append((page.offset, page.offset + page.nbytes))
+        return found
+
     # ---- writing ------------------------------------------------------------------------------
 
     def digests(self, payload: Bytes) -> tuple[bytes, ...]:

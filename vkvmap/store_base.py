@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol, TypeVar, get_args
 
 import numpy as np
@@ -59,6 +60,11 @@ class Shelf:
         name = key.hex()
         return f"{self.base}/{name[:2]}/{name}{SUFFIX}"
 
+    def clear(self, payload: Bytes, layers: frozenset[str] | None) -> None:
+        """Leave nothing of what a load that went wrong has put into its row."""
+        for start, stop in self.chunk.ranges(layers):
+            payload[start:stop] = 0
+
 
 @dataclass(frozen=True)
 class Result:
@@ -84,8 +90,13 @@ class Backend(Protocol):
     ) -> Result:
         """Store the chunk; do not let it appear unless `unchanged()` after its bytes were read."""
 
-    def get(self, shelf: Shelf, key: bytes, payload: Bytes) -> Result:
-        """Load the chunk into `payload` and verify it; zeros in `payload` if it is damaged."""
+    def get(
+        self, shelf: Shelf, key: bytes, payload: Bytes, layers: frozenset[str] | None
+    ) -> Result:
+        """Load the chunk into `payload` and verify it; zeros in `payload` if that fails.
+
+        Of `layers` only, if given: their bytes are read, verified or zeroed, and no others.
+        """
 
     def lookup(self, shelf: Shelf, keys: Sequence[bytes]) -> Sequence[bool]:
         """Which keys are there."""
@@ -160,12 +171,23 @@ class ChunkStore:
         self._queue(self._threads.submit, tasks)
         return job
 
-    def get(self, keys: Sequence[bytes], group: str, rows: Rows) -> StoreJob:
+    def get(
+        self,
+        keys: Sequence[bytes],
+        group: str,
+        rows: Rows,
+        *,
+        layers: Collection[str] | None = None,
+    ) -> StoreJob:
         """Load chunks into rows, asynchronously; arguments and errors as for `put`.
 
         A row holds its chunk if its outcome is ``"hit"``; otherwise nothing that may be used.
+
+        Args:
+            layers: names of the layers to load, for pipeline stages that need no others; the other
+                layers' bytes of the rows are left alone. Default all.
         """
-        job, tasks = self._prepare("get", keys, group, rows)
+        job, tasks = self._prepare("get", keys, group, rows, layers)
         self._queue(self._threads.submit, tasks)
         return job
 
@@ -174,9 +196,16 @@ class ChunkStore:
         job, tasks = self._prepare("put", keys, group, rows)
         return job if self._queue(self._threads.try_submit, tasks) else None
 
-    def try_get(self, keys: Sequence[bytes], group: str, rows: Rows) -> StoreJob | None:
+    def try_get(
+        self,
+        keys: Sequence[bytes],
+        group: str,
+        rows: Rows,
+        *,
+        layers: Collection[str] | None = None,
+    ) -> StoreJob | None:
         """As `get`, but never waits: None, and nothing done, where the queue has no room now."""
-        job, tasks = self._prepare("get", keys, group, rows)
+        job, tasks = self._prepare("get", keys, group, rows, layers)
         return job if self._queue(self._threads.try_submit, tasks) else None
 
     def lookup(self, keys: Sequence[bytes], group: str) -> npt.NDArray[np.bool_]:
@@ -227,18 +256,29 @@ class ChunkStore:
             ) from None
 
     def _prepare(
-        self, direction: _Direction, keys: Sequence[bytes], group: str, rows: Rows
+        self,
+        direction: _Direction,
+        keys: Sequence[bytes],
+        group: str,
+        rows: Rows,
+        layers: Collection[str] | None = None,
     ) -> tuple[StoreJob, list[Task]]:
         if os.getpid() != self._pid:
             raise StoreError("this store was opened before a fork; open it again in the child")
         if len(keys) != len(rows):
             raise StoreError(f"{len(keys)} keys for {len(rows)} rows; one row per key is needed")
         shelf = self._shelf(group)
+        chosen = None if layers is None else _layers_of(shelf, layers)
         job = StoreJob(len(keys))
         tasks = []
         for index, key in enumerate(keys):
             payload, row = self._row(shelf, group, rows[index])
-            tasks.append(self._task(direction, job, index, shelf, check_key(key), payload, row))
+            check_key(key)
+            if direction == "put":
+                work = partial(self._put_complete, shelf, key, payload, row)
+            else:
+                work = partial(self._backend.get, shelf, key, payload, chosen)
+            tasks.append(self._task(job, index, work))
         return job, tasks
 
     def _queue(self, submit: Callable[[Sequence[Task]], bool], tasks: Sequence[Task]) -> bool:
@@ -247,23 +287,12 @@ class ChunkStore:
         except RuntimeError as error:
             raise StoreError(str(error)) from None
 
-    def _task(
-        self,
-        direction: _Direction,
-        job: StoreJob,
-        index: int,
-        shelf: Shelf,
-        key: bytes,
-        payload: Bytes,
-        row: int | None,
-    ) -> Task:
+    def _task(self, job: StoreJob, index: int, work: Callable[[], Result]) -> Task:
         def task(run: bool) -> None:
             result = Result("cancelled")
             try:
-                if run and direction == "put":
-                    result = self._put_complete(shelf, key, payload, row)
-                elif run:
-                    result = self._backend.get(shelf, key, payload)
+                if run:
+                    result = work()
             except BaseException as error:
                 result = Result("failed", repr(error))
                 raise
@@ -312,3 +341,13 @@ class ChunkStore:
         if not payload.flags.c_contiguous:
             raise FormatError(f"group {group!r}: rows must be contiguous")
         return payload, number
+
+
+def _layers_of(shelf: Shelf, layers: Collection[str]) -> frozenset[str]:
+    known = {page.layer for page in shelf.chunk.pages}
+    unknown = sorted(set(layers) - known)
+    if unknown:
+        raise StoreError(
+            f"group {shelf.chunk.group!r} has no layers {unknown[:3]}, but {len(known)} others"
+        )
+    return frozenset(layers)

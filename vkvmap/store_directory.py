@@ -84,32 +84,41 @@ class Directory:
 
     # ---- load ---------------------------------------------------------------------------------
 
-    def get(self, shelf: Shelf, key: bytes, payload: Bytes) -> Result:
-        """Load the chunk `key` into `payload`, which is all zeros afterwards if it is damaged."""
+    def get(
+        self, shelf: Shelf, key: bytes, payload: Bytes, layers: frozenset[str] | None = None
+    ) -> Result:
+        """Load the chunk `key`, or some layers of it; see `Backend`."""
         path = shelf.path(key)
         try:
-            fd = self._chunks.open(path, os.O_RDONLY, payload)
+            if layers is None:
+                fd = self._chunks.open(path, os.O_RDONLY, payload)
+            else:
+                fd = self._files.open(path, os.O_RDONLY)
         except FileNotFoundError:
             shelf.known.discard(key)
             return Result("miss")
         except OSError as error:
             return Result("failed", str(error))
         try:
-            header = self._chunks.read(fd, shelf.chunk, key, payload)
+            if layers is None:
+                header = self._chunks.read(fd, shelf.chunk, key, payload)
+            else:
+                header = self._chunks.read_layers(fd, shelf.chunk, key, payload, layers)
         except FormatError as error:
             # Under this name nothing but this chunk belongs, so what is foreign is damaged here.
-            payload[:] = 0
+            shelf.clear(payload, layers)
             shelf.known.discard(key)
             self._space.quarantine(path, fd)
             return Result("damaged", str(error))
         except OSError as error:
             # The file may be good: only this reading of it was not.
-            payload[:] = 0
+            shelf.clear(payload, layers)
             return Result("failed", str(error))
         else:
             with suppress(OSError):  # a file system mounted read-only keeps no order of use
                 self._files.touch(fd)
-            return Result("hit", read=payload.nbytes, witnesses=header.witnesses)
+            read = sum(stop - start for start, stop in shelf.chunk.ranges(layers))
+            return Result("hit", read=read, witnesses=header.witnesses)
         finally:
             close_quietly(self._files, fd)
 

@@ -109,7 +109,7 @@ class ChunkFiles:
             self.files.sync(fd)
 
     def open(self, path: str, flags: int, payload: Bytes) -> int:
-        """Open `path`, directly where this row can be read and written that way."""
+        """Open `path` for whole chunks, directly where this row can be moved that way."""
         aligned = payload.ctypes.data % ALIGNMENT == 0
         return self.files.open(path, flags | (os.O_DIRECT if self.direct and aligned else 0))
 
@@ -146,6 +146,29 @@ class ChunkFiles:
         if tail:
             payload[main:] = np.frombuffer(scratch, np.uint8)[length:][: payload.nbytes - main]
         chunk.verify(header, payload)
+        return header
+
+    def read_layers(
+        self, fd: int, chunk: ChunkFormat, key: bytes, payload: Bytes, layers: frozenset[str]
+    ) -> Header:
+        """Read and verify the bytes of `layers` only; the rest of the row is left alone.
+
+        Layers start where they start, so this goes through the page cache: open the file without
+        direct I/O. Errors as for `read`.
+        """
+        start = bytearray(chunk.header_bytes)
+        got = self._all(self.files.readv, fd, [start], 0)
+        length = header_length(bytes(start[:got]))
+        if length > chunk.header_bytes:
+            start.extend(bytes(length - chunk.header_bytes))
+            rest = memoryview(start)[chunk.header_bytes :]
+            got += self._all(self.files.readv, fd, [rest], chunk.header_bytes)
+        header = chunk.read_header(bytes(start[:got]), key)
+        for first, stop in chunk.ranges(layers):
+            done = self._all(self.files.readv, fd, [payload.data[first:stop]], length + first)
+            if done < stop - first:
+                raise DamagedError(f"{first + done} of {payload.nbytes} payload bytes")
+        chunk.verify(header, payload, layers)
         return header
 
     def _all(self, call: Any, fd: int, pieces: Sequence[Any], offset: int) -> int:

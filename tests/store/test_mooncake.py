@@ -148,6 +148,18 @@ def test_rows_outside_the_region_go_through_staging(client):
         assert not store.lookup([key], "latent").any()
 
 
+def test_some_layers_are_loaded_and_the_others_left_alone(client, region):
+    key, half = key_of(21), FULL // 2
+    with opened(client, region) as store:
+        region.row("full", 0)[:] = content_of(key, FULL)
+        assert store.put([key], "full", [0]).wait(60)
+        region.row("full", 1)[:] = 0x77
+        job = store.get([key], "full", [1], layers=["b"])
+        assert job.wait(60) and job.good.all(), job.reasons
+        assert np.array_equal(region.row("full", 1)[half:], content_of(key, FULL)[half:])
+        assert (region.row("full", 1)[:half] == 0x77).all()
+
+
 def test_an_object_is_the_file_of_the_specification(client, tmp_path):
     from vkvmap.store import CanonicalStore
     from vkvmap.store_upkeep import ls

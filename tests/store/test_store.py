@@ -109,6 +109,46 @@ def test_bytes_beyond_a_rows_payload_are_left_alone(path):
         assert (whole[:2, LATENT:] == 0xEE).all() and (whole[2] == 0xEE).all()
 
 
+def test_a_stage_loads_its_own_layers_and_leaves_the_others_alone(path):
+    with CanonicalStore(path, IDENTITY) as store:
+        put(store, [1])
+        right, half = content_of(key_of(1), FULL), FULL // 2
+        for layers, mine, others in (
+            (["a"], slice(0, half), slice(half, FULL)),
+            (["b"], slice(half, FULL), slice(0, half)),
+            (["a", "b"], slice(0, FULL), slice(0, 0)),
+            ([], slice(0, 0), slice(0, FULL)),
+        ):
+            row = aligned(FULL, 0x77)
+            job = store.get([key_of(1)], "full", [row], layers=layers)
+            assert job.wait(30) and job.outcomes == ["hit"], job.reasons
+            assert np.array_equal(row[mine], right[mine]) and (row[others] == 0x77).all()
+        with pytest.raises(StoreError, match=r"no layers \['m'\]"):
+            store.get([key_of(1)], "full", [row], layers=["m"])
+        place = chunk_file(path, 1)
+        with open(place, "r+b") as file:
+            file.seek(4096 + half + 3)
+            file.write(bytes([right[half + 3] ^ 1]))
+        row = aligned(FULL, 0x77)
+        job = store.get([key_of(1)], "full", [row], layers=["a"])
+        assert job.wait(30) and job.outcomes == ["hit"]
+        job = store.get([key_of(1)], "full", [row], layers=["b"])
+        assert job.wait(30) and job.outcomes == ["damaged"]
+        assert np.array_equal(row[:half], right[:half]) and not row[half:].any()
+
+
+def test_a_short_file_is_damaged_for_the_stage_that_needs_its_end(path):
+    with CanonicalStore(path, IDENTITY) as store:
+        put(store, [1])
+        os.truncate(chunk_file(path, 1), 4096 + FULL - 1)
+        outcomes = []
+        for layer in ("a", "b"):
+            job = store.get([key_of(1)], "full", [aligned(FULL)], layers=[layer])
+            assert job.wait(30)
+            outcomes += job.outcomes
+        assert outcomes == ["hit", "damaged"]
+
+
 def test_two_identities_never_see_each_others_chunks(path):
     other = small_identity(revision="abd")
     with CanonicalStore(path, IDENTITY) as store, CanonicalStore(path, other) as second:
@@ -240,6 +280,9 @@ def test_end_to_end_digests_come_back_with_their_chunk(path, count):
                 job = store.get([key_of(1)], group, [1])
                 assert job.wait(30) and job.good.all()
                 assert job.witnesses[0] == tuple(witnesses)
+                layer = {"full": "b", "latent": "m"}[group]
+                job = store.get([key_of(1)], group, [1], layers=[layer])
+                assert job.wait(30) and job.good.all() and job.witnesses[0] == tuple(witnesses)
                 assert np.array_equal(region.row(group, 1), region.row(group, 0))
         assert fsck(path).clean and fsck(path).chunks == 2
         with CanonicalStore(path, IDENTITY) as store:

@@ -181,8 +181,10 @@ class _Cluster:
             return Result("incomplete", "the row got new content while it was written")
         return Result("stored", written=sum(buffers.sizes))
 
-    def get(self, shelf: Shelf, key: bytes, payload: Bytes) -> Result:
-        """Load the chunk into `payload`; zeros there if it is damaged."""
+    def get(
+        self, shelf: Shelf, key: bytes, payload: Bytes, layers: frozenset[str] | None = None
+    ) -> Result:
+        """Load the chunk, or some layers of it; zeros there if it is damaged."""
         name, chunk = shelf.path(key), shelf.chunk
         size = self._client.get_size(name)
         if size == _NOT_FOUND:
@@ -193,22 +195,23 @@ class _Cluster:
         try:
             if not chunk.header_bytes <= length <= MOST_HEADER_BYTES:
                 raise FormatError(f"an object of {size} bytes is not a chunk of this format")
-            buffers = self._buffers(chunk, length, payload)
+            buffers = self._buffers(chunk, length, payload, always=layers is not None)
             code = self._client.batch_get_into_multi_buffers(
                 [name], [buffers.addresses], [buffers.sizes]
             )[0]
             if code == _NOT_FOUND:
                 return Result("miss")
             if code != size:
-                payload[:] = 0
+                shelf.clear(payload, layers)
                 return Result("failed", f"Mooncake code {code}")
             header = chunk.read_header(buffers.staging.array(0, length).tobytes(), key)
             if buffers.staged is not None:
-                payload[:] = buffers.staged
-            chunk.verify(header, payload)
+                for start, stop in chunk.ranges(layers):
+                    payload[start:stop] = buffers.staged[start:stop]
+            chunk.verify(header, payload, layers)
         except FormatError as error:
             # Nothing else belongs under this name, and nobody could ever use it.
-            payload[:] = 0
+            shelf.clear(payload, layers)
             self._client.remove(name, True)
             return Result("damaged", str(error))
         return Result("hit", read=payload.nbytes, witnesses=header.witnesses)
@@ -239,8 +242,13 @@ class _Cluster:
         if self._region is not None:
             self._client.unregister_buffer(self._region.address)
 
-    def _buffers(self, chunk: ChunkFormat, header_bytes: int, payload: Bytes) -> _Buffers:
-        """Where the bytes of one object lie: header, payload and padding in turn."""
+    def _buffers(
+        self, chunk: ChunkFormat, header_bytes: int, payload: Bytes, *, always: bool = False
+    ) -> _Buffers:
+        """Where the bytes of one object lie: header, payload and padding in turn.
+
+        The payload is staged where its row is not registered, or `always`.
+        """
         padding = chunk.padded_payload_bytes - payload.nbytes
         needed = header_bytes + chunk.padded_payload_bytes + padding
         staging: _Staging | None = getattr(self._local, "staging", None)
@@ -251,8 +259,13 @@ class _Cluster:
                 self._staging.append(staging)
         address, staged = int(payload.ctypes.data), None
         region = self._region
-        if region is None or not (
-            region.address <= address and address + payload.nbytes <= region.address + region.nbytes
+        if (
+            always
+            or region is None
+            or not (
+                region.address <= address
+                and address + payload.nbytes <= region.address + region.nbytes
+            )
         ):
             staged = staging.array(header_bytes, payload.nbytes)
             address = staging.address + header_bytes
