@@ -32,7 +32,9 @@ class CMakeBuild(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        build_dir = ROOT / self.build_temp / "cmake"
+        # An editable build is repeated with every change, so its objects are kept.
+        kept = ROOT / "build" / f"editable-{sys.implementation.cache_tag}"
+        build_dir = kept if self.editable_mode else ROOT / self.build_temp / "cmake"
         build_dir.mkdir(parents=True, exist_ok=True)
         configure = [
             "cmake",
