@@ -5,6 +5,7 @@
 #   core        unit and property tests
 #   sanitizers  native tests under AddressSanitizer + UndefinedBehaviorSanitizer, ThreadSanitizer
 #   cuda        the CUDA kernel without a GPU: compiled, disassembled, simulated (needs nvcc)
+#   gpu         the movers on a real GPU; only where it is named (needs one)
 #   store       crash, corruption and concurrency tests of the store
 #   remote      the store over a real Mooncake cluster on the loopback
 #   fuzz        short runs of the fuzzers
@@ -26,6 +27,7 @@ lane_core() {
 }
 lane_sanitizers() { tests/native/run_sanitizers.sh; }
 lane_cuda() { VKVMAP_TEST_CUDA=1 "$venv/bin/python" -m pytest -q -n "${VKVMAP_JOBS:-2}" tests -m cuda; }
+lane_gpu() { VKVMAP_TEST_GPU=1 "$venv/bin/python" -m pytest -q tests/gpu; }
 lane_store() { "$venv/bin/python" -m pytest -q -n "${VKVMAP_JOBS:-2}" tests -m store; }
 lane_remote() { tests/store/run_remote.sh "$venv"; }
 lane_fuzz() { "$venv/bin/python" -m pytest -q tests -m fuzz; }

@@ -62,7 +62,7 @@ def play(program: Path, scenario: str, first: int, count: int) -> None:
     run(program, scenario, str(first), str(count), env=env, timeout=300)
 
 
-@pytest.mark.parametrize("first", range(0, 300, 100))
+@pytest.mark.parametrize("first", range(0, 200, 100))
 def test_every_byte_is_moved_and_no_other(first: int, workshop: Workshop) -> None:
     play(scenarios("plain", workshop), "moves", first, 100)
 
@@ -106,9 +106,10 @@ def test_each_device_is_used_under_its_own_guard(workshop: Workshop) -> None:
 @pytest.mark.parametrize(
     ("scenario", "count"),
     [
-        ("moves", 30),
-        ("order", 10),
+        ("moves", 12),
+        ("order", 8),
         ("ring", 1),
+        ("engine", 4),
         ("failures", 1),
         ("registration", 3),
         ("graphs", 5),

@@ -10,6 +10,7 @@ know raises when it is executed.
     sim.launch("kernel", grid=4, block=128, args=[a, np.int32(7)])
     out = sim.mem.get(a, np_array.nbytes)
 """
+
 # One-letter names follow the PTX manual's operands; closures per instruction are the point.
 # ruff: noqa: E741, B905, B023, E731, C408, RUF005, UP031, B007
 import random
