@@ -59,6 +59,11 @@ def test_help_lists_every_command_and_the_exit_codes(cli: Any) -> None:
     assert "Exit codes" in ran.out
 
 
+def test_no_command_prints_the_help(cli: Any) -> None:
+    ran = cli("")
+    assert ran.code == 2 and "roundtrip" in ran.err
+
+
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_command_explains_itself(cli: Any, name: str) -> None:
     ran = cli(f"{name} --help")

@@ -208,6 +208,8 @@ def test_gc_removes_what_it_is_told_to(cli: Any, store: Path) -> None:
         ("store ls {tmp}/none", 2, "does not exist"),
         ("store fsk {store}", 2, "fsck"),
         ("store", 2, "Usage"),
+        ("convert", 2, "to-store"),
+        ("convert to-stor llama-3-8b", 2, "to-store"),
         ("verify {tmp}/none {tmp}/none", 2, "does not exist"),
         ("identity llama-3-8b", 2, "--revision"),
         ("identity llama-3-8b --revision r --family both", 2, "--family"),

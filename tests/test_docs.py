@@ -75,8 +75,9 @@ def test_commands_on_a_page_print_what_it_shows(
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=ids)
 def test_examples_run(script: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout

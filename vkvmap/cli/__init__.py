@@ -20,9 +20,9 @@ from importlib import import_module
 import click
 
 from vkvmap._version import __version__
+from vkvmap.cli.group import Group
 from vkvmap.cli.output import EXIT_CANNOT, EXIT_NO, EXIT_WRONG, fail
 from vkvmap.errors import RegionError, SpecError, VkvmapError
-from vkvmap.nearest import nearest
 
 #: Command -> (module of this package, one line for the overview), in the order of first use.
 COMMANDS = {
@@ -41,8 +41,8 @@ COMMANDS = {
 }
 
 
-class Overview(click.Group):
-    """Commands from `COMMANDS`; a mistyped one is answered with the nearest."""
+class Overview(Group):
+    """Commands from `COMMANDS`, each imported when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -53,16 +53,6 @@ class Overview(click.Group):
         module, _ = COMMANDS[cmd_name]
         command: click.Command = import_module(f"vkvmap.cli.{module}").command
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0] if args else ""
-        if name and name not in COMMANDS:
-            close = nearest(name, COMMANDS)
-            hint = f" Did you mean {close!r}?" if close else f" Commands: {', '.join(COMMANDS)}."
-            raise click.UsageError(f"no command {name!r}.{hint}", ctx)
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -114,9 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage(error: click.UsageError, as_json: bool) -> int:
-    if type(error).__name__ == "NoArgsIsHelpError" and not as_json:
-        click.echo(error.format_message(), err=True)
-        return EXIT_WRONG
     message = error.format_message()
     details: dict[str, str] = {}
     parameter = getattr(error, "param", None)

@@ -11,6 +11,7 @@ from typing import Any
 import click
 from rich.progress import Progress
 
+from vkvmap.cli.group import Group
 from vkvmap.cli.output import EXIT_NO, complaints, console, emit_json, fail, size, verdict
 from vkvmap.cli.params import (
     CONFIG_HELP,
@@ -64,7 +65,7 @@ _OPTIONS = options(
 )
 
 
-@click.group()
+@click.group(cls=Group)
 def command() -> None:
     """Join page files that ranks wrote for themselves into a store, or cut a store into them."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import click
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
+from vkvmap.cli.group import Group
 from vkvmap.cli.output import (
     EXIT_NO,
     complaints,
@@ -27,7 +28,7 @@ from vkvmap.store_upkeep import fsck, gc, ls, stats
 PATH = click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
 
 
-@click.group()
+@click.group(cls=Group)
 def command() -> None:
     """Look into, check and trim the store at PATH; all of it may run while engines use it."""
 
