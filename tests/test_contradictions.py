@@ -16,6 +16,7 @@ from vkvmap import (
     certify,
     derive_canonical_mappings,
 )
+from vkvmap.chunk import ChunkLayout
 from vkvmap.errors import SpecError, TilingError
 from vkvmap.foreign import read_json
 from vkvmap.layout import state_layout
@@ -146,3 +147,102 @@ def test_what_is_no_json_is_one_kind_of_error() -> None:
     for text in ("[" * 100_000, "NaN", "[Infinity]", "1e999", "{", "9" * 5_000, b"\xff"):
         with pytest.raises(ValueError):
             read_json(text)
+
+
+@pytest.mark.parametrize("stride", [0, 2, 3])
+@pytest.mark.parametrize("size", [2, 3])
+def test_cells_with_gaps_are_refused(size: int, stride: int) -> None:
+    spec = LayerSpec.mla("x", row_bytes=size)
+    tensor = TensorView(0, (3, 2, size), (64, 16, stride), 1, (0, 1 << 40))
+    try:
+        mappings = derive_canonical_mappings(
+            LayerTable([spec]), {"x": CacheView.of(tensor, "mla", 2)}, RankGrid(), 0
+        )
+    except SpecError:
+        assert stride == 0
+        return
+    assert "a cell must be contiguous" in mappings.refusals[0].seen
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "fits"),
+    [
+        ((3, 2, 4, 8), (64, 32, 8, 1), True),
+        ((3, 2, 4, 8), (64, 33, 8, 1), False),  # block 1 begins within block 0's last token
+        ((3, 2, 4, 8), (65, 33, 8, 1), True),
+        ((3, 2, 4, 8), (63, 32, 8, 1), False),
+        ((3, 2, 4, 8), (64, 31, 8, 1), False),
+        ((3, 2, 4, 8), (64, 32, 7, 1), False),
+        ((3, 2, 4, 8), (128, 64, 8, 1), True),
+        ((3, 2, 4, 8), (32, 96, 8, 1), True),  # heads outside blocks
+        ((3, 2, 4, 8), (32, 95, 8, 1), False),
+    ],
+)
+def test_steps_must_reach_over_what_they_step_over(
+    shape: tuple[int, ...], strides: tuple[int, ...], fits: bool
+) -> None:
+    """To the byte: one less and two elements share an address, so it is no cache at all."""
+    spec = LayerSpec.attention("x", num_kv_heads=2, head_size=4, elem=1)
+    tensor = TensorView(0, shape, strides, 1, (0, 1 << 40))
+    caches = {"x": CacheView.of(tensor, "packed_hnd", 4)}
+    if fits:
+        derive_canonical_mappings(LayerTable([spec]), caches, RankGrid(), 0, strict=True)
+    else:
+        with pytest.raises(SpecError, match="overlap itself"):
+            derive_canonical_mappings(LayerTable([spec]), caches, RankGrid(), 0)
+
+
+@pytest.mark.parametrize("shape", [(3, 16), (3, 16, 2, 2, 2)])
+def test_a_tensor_with_other_dimensions_is_refused_unless_they_are_all_of_one_cell(
+    shape: tuple[int, ...],
+) -> None:
+    spec = LayerSpec.mla("x", row_bytes=8)
+    view = CacheView.of(np.zeros(shape, dtype=np.uint8), "mla", 16)
+    mappings = derive_canonical_mappings(LayerTable([spec]), {"x": view}, RankGrid(), 0)
+    if len(shape) > 3:
+        assert mappings.by_layer["x"].certified
+    else:
+        assert "2 dimensions, layout 'mla' has 3" in mappings.refusals[0].seen
+
+
+def test_block_sizes_that_are_no_blocks_are_errors() -> None:
+    tensor = np.zeros((6, 8, 8), dtype=np.uint8)
+    for block_size, kernel_blocks in ((16, 3), (-1, 1), (16, 0)):
+        with pytest.raises(SpecError):
+            CacheView.of(tensor, "mla", block_size, kernel_blocks=kernel_blocks)
+    with pytest.raises(SpecError, match="2 were given"):
+        CacheView.of([tensor, tensor], "mla", 8)
+
+
+def test_ranks_that_disagree_on_the_page_are_caught() -> None:
+    def whole(size: int) -> CanonicalPageMapping:
+        return CanonicalPageMapping(size, 8, (CopyRun(0, 0, 8, 1, 8, 8),), 1, 0, True)
+
+    certify([whole(8)])
+    with pytest.raises(TilingError, match="rank 1: canonical page of 16 bytes, rank 0 has 8"):
+        certify([whole(8), whole(16)])
+
+
+def test_a_group_with_tokens_needs_a_chunk() -> None:
+    table = LayerTable([LayerSpec.mla("x", row_bytes=8)])
+    for tokens in (0, -16, {"other": 16}):
+        with pytest.raises(SpecError, match="positive count"):
+            ChunkLayout.of(table, tokens)
+
+
+def test_a_summary_counts_and_groups_alike_reasons() -> None:
+    table = LayerTable(
+        [LayerSpec.mla("x", row_bytes=8)]
+        + [LayerSpec.opaque(f"s{i}", page_bytes=8) for i in range(3)]
+        + [LayerSpec.opaque("t", page_bytes=16)]
+    )
+    caches = {
+        name: CacheView.of(np.zeros((2, spec.canonical_bytes(0)), np.uint8), "pages")
+        for name, spec in table.items()
+        if name != "x"
+    } | {"x": CacheView.of(np.zeros((2, 4, 9), np.uint8), "mla", 4)}
+    lines = derive_canonical_mappings(table, caches, RankGrid(), 0).summary().split("\n")
+    assert lines[0] == "0 of 5 layers certified (native family), 5 opaque"
+    assert lines[1].startswith("x: layout: ")
+    assert lines[2].startswith("s0 and 3 more: undescribed: ")
+    assert len(lines) == 3

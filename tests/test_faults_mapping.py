@@ -687,6 +687,20 @@ def test_convolution_state_is_cut_segment_by_segment(rank: int, rows: list[int])
     assert byte_map(one(spec, cache, RankGrid(tp=2), rank=rank)).tolist() == rows
 
 
+@pytest.mark.parametrize("grid", [{"dcp": 2}, {"pcp": 2}, {"pcp": 2, "dcp": 2}])
+@pytest.mark.parametrize("mode", ["shards", "replicates"])
+def test_state_knows_no_context_shards(grid: dict[str, int], mode: Any) -> None:
+    """It has no tokens, so context parallelism only ever makes more replicas of it."""
+    spec = conv_spec()
+    cache = view(state_layout(spec, channels_first=True), (3, 8))
+    for rank in range(2 * grid.get("pcp", 1)):
+        mapping = one(spec, cache, RankGrid(tp=2, pcp_mode=mode, **grid), rank=rank)
+        rows = [0, 1, 2, 3, 8, 9, 12, 13] if rank % 2 == 0 else [4, 5, 6, 7, 10, 11, 14, 15]
+        assert byte_map(mapping).tolist() == rows
+        assert (mapping.num_writers, mapping.writer_index) == (grid.get("pcp", 1), rank // 2)
+        assert mapping.parallelism_agnostic
+
+
 def test_convolution_state_without_segments_is_opaque_because_flat_halves_would_be_wrong() -> None:
     """Fault 44: the same bytes, not described."""
     table = LayerTable([LayerSpec.opaque("state", page_bytes=8)])

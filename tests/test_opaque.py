@@ -80,6 +80,7 @@ def test_a_shared_row_is_carried_from_its_first_byte_to_its_last(
     table = LayerTable(LayerSpec.opaque(n, page_bytes=s) for n, s in (("a", first), ("b", second)))
     mappings = derive_canonical_mappings(table, caches, RankGrid(), 0)
     assert dict(mappings.carrier) == {"a": "a", "b": "a"}
+    assert mappings.addressing["a"].num_blocks == BLOCKS
     for block in range(BLOCKS):
         page = read_page(
             storage.reshape(-1),
@@ -89,3 +90,15 @@ def test_a_shared_row_is_carried_from_its_first_byte_to_its_last(
         )
         wanted = storage[block * kernel_blocks : (block + 1) * kernel_blocks, : first + second]
         assert np.array_equal(page, wanted.reshape(-1))
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 5), st.integers(0, 3))
+def test_elements_of_any_size_are_carried_whole(item: int, count: int, pad: int) -> None:
+    storage = np.zeros((BLOCKS, count + pad), dtype=f"u{item}")
+    view = CacheView.of(storage[:, :count], "pages")
+    table = LayerTable([LayerSpec.opaque("layer", page_bytes=count * item)])
+    mappings = derive_canonical_mappings(table, {"layer": view}, RankGrid(), 0)
+    addressing = mappings.addressing["layer"]
+    assert (addressing.page_bytes, addressing.extent) == (count * item, count * item)
+    assert addressing.block_stride == (count + pad) * item
+    assert addressing.is_contiguous
