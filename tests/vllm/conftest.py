@@ -36,4 +36,4 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def _left_behind() -> list[Path]:
     shared = Path("/dev/shm")
-    return [*shared.glob("vllm_*"), *shared.glob("vkvmap_*"), *shared.glob("psm_*")]
+    return [*shared.glob("vllm_*"), *shared.glob("vkvmap_*")]

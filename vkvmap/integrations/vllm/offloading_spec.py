@@ -113,6 +113,11 @@ class VkvmapOffloadingSpec(_TieringSpec):  # type: ignore[misc]  # the engine ha
                 parallel=versions.config_with(
                     self.config.parallel, is_parallelism_agnostic=card["shared"]
                 ),
+                # Tiers name their folders by these too; a pipeline stage knows its own only.
+                groups=tuple(
+                    versions.config_with(group, layer_names=tuple(names))
+                    for group, names in zip(self.config.groups, card["layers"], strict=True)
+                ),
             )
             try:
                 inner = super().get_manager()
@@ -149,4 +154,7 @@ def _card(setup: Setup, num_rows: int, prefault: int) -> dict[str, Any]:
         "certified": setup.certified,
         "opaque": len(setup.mappings.layers) - setup.certified,
         "bytes_per_token": setup.bytes_per_token,
+        "layers": [
+            [spec.name for spec in setup.mappings.layers.in_group(group)] for group in setup.groups
+        ],
     }
