@@ -246,3 +246,21 @@ def test_a_summary_counts_and_groups_alike_reasons() -> None:
     assert lines[1].startswith("x: layout: ")
     assert lines[2].startswith("s0 and 3 more: undescribed: ")
     assert len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    "stride", [9, -8, 1 << 31, 1 << 62, 1 << 63, (1 << 64) + 8, -(1 << 64) + 8]
+)
+@pytest.mark.parametrize("side", ["local", "canonical"])
+def test_strides_that_would_wrap_to_the_right_place_are_refused(side: str, stride: int) -> None:
+    """Checked as whole numbers, before anything has 64 bits."""
+    strides = (stride, 8) if side == "local" else (8, stride)
+    mapping = CanonicalPageMapping(16, 16, (CopyRun(0, 0, 8, 2, *strides),), 1, 0, True)
+    with pytest.raises(TilingError):
+        certify([mapping])
+    runs = (CopyRun(0, 0, 8, 2, 8, 8),)
+    stored = CanonicalPageMapping(
+        16, 16, runs, 1, 0, True, store_runs=(CopyRun(0, 0, 8, 2, *strides),)
+    )
+    with pytest.raises(TilingError):
+        certify([stored])

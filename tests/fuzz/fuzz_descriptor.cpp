@@ -163,7 +163,7 @@ void carry_out(const std::shared_ptr<Plan>& plan, const uint8_t* choices) {
   for (size_t g = 0; g < plan->groups().size(); ++g) {
     const GroupInfo& group = plan->groups()[g];
     if (group.classes.empty()) continue;
-    const uint64_t most = std::min<uint64_t>(4, std::min(group.num_blocks, group.num_pages));
+    const uint64_t most = std::min<uint64_t>(7, std::min(group.num_blocks, group.num_pages));
     for (uint64_t p = 0; p < most; ++p) {
       // From both ends: the first and the last block and page are where mistakes show.
       const uint64_t block = p & 1 ? group.num_blocks - 1 - p / 2 : p / 2;
