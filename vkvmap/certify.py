@@ -90,10 +90,9 @@ def _check_stores_are_loads(rank: int, mapping: CanonicalPageMapping) -> None:
     if mapping.store_runs is None or mapping.store_runs is mapping.runs:
         return
     what = f"rank {rank}: store runs"
-    page = mapping.local_page_size_bytes
     _check_count(mapping.store_runs, what)
-    loads = [_pairs(run, page, what) for run in mapping.runs]
-    stores = [_pairs(run, page, what) for run in mapping.store_runs]
+    loads = [_pairs(run, mapping, what) for run in mapping.runs]
+    stores = [_pairs(run, mapping, what) for run in mapping.store_runs]
     if not stores:
         return
     local, shift, length = (np.concatenate(part) for part in zip(*loads, strict=True))
@@ -112,9 +111,11 @@ def _check_stores_are_loads(rank: int, mapping: CanonicalPageMapping) -> None:
             remaining_start, remaining, delta = remaining_start[keep], remaining[keep], delta[keep]
 
 
-def _pairs(run: CopyRun, page: int, what: str) -> tuple[NDArray[np.int64], ...]:
+def _pairs(run: CopyRun, mapping: CanonicalPageMapping, what: str) -> tuple[NDArray[np.int64], ...]:
     """Local starts, canonical minus local, lengths: one entry per fragment."""
-    _check_bounds(run, run.local_offset, run.local_stride, page, what)
+    local, canonical = mapping.local_page_size_bytes, mapping.canonical_page_size_bytes
+    _check_bounds(run, run.local_offset, run.local_stride, local, what)
+    _check_bounds(run, run.canonical_offset, run.canonical_stride, canonical, what)
     steps = np.arange(run.num_fragments, dtype=np.int64)
     starts = run.local_offset + steps * run.local_stride
     shift = run.canonical_offset + steps * run.canonical_stride - starts
