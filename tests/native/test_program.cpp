@@ -144,9 +144,50 @@ static void copies_write_their_fragments_and_nothing_else() {
   set_instruction_set(instruction_sets().front());
 }
 
+// Tiles in any order join into boxes whose strides step backwards.
+static void boxes_may_step_backwards() {
+  std::vector<uint8_t> src(1 << 14);
+  for (size_t i = 0; i < src.size(); ++i) src[i] = static_cast<uint8_t>(i * 7);
+  for (const std::string& set : instruction_sets()) {
+    set_instruction_set(set);
+    for (uint64_t bytes : {16, 48, 64, 92, 256, 300, 1024, 2048}) {
+      for (bool stream : {false, true}) {
+        BoxShape shape{};
+        shape.fragment_bytes = bytes;
+        shape.count[0] = 3;
+        shape.count[1] = 1;
+        shape.ahead = 1024;
+        shape.dst_stride[0] = -bytes;  // 2^64 - bytes
+        shape.src_stride[0] = bytes;
+        std::vector<uint8_t> room(3 * bytes + 64, 0);
+        uint8_t* first = room.data() + (-reinterpret_cast<uintptr_t>(room.data()) & 63);
+        uint8_t* to = first + 2 * bytes;
+        const uint8_t* from = src.data();
+        const uintptr_t next = 0;
+        choose_box_copy(shape, reinterpret_cast<uintptr_t>(to), stream).one(&to, &from, shape, &next);
+        finish_streaming();
+        for (uint64_t i = 0; i < 3; ++i) {
+          CHECK(std::equal(from + i * bytes, from + (i + 1) * bytes, first + (2 - i) * bytes));
+        }
+        uint8_t* tos[kStrands] = {to, to, to, to};
+        const uint8_t* froms[kStrands] = {from + 1, from + 2, from + 3, from};
+        const uintptr_t nexts[kStrands] = {0, 1, 2, 3};
+        choose_box_copy(shape, reinterpret_cast<uintptr_t>(to), stream)
+            .strands(tos, froms, shape, nexts);
+        finish_streaming();
+        for (uint64_t i = 0; i < 3; ++i) {
+          CHECK(std::equal(from + i * bytes, from + (i + 1) * bytes, first + (2 - i) * bytes));
+        }
+      }
+    }
+  }
+  set_instruction_set(instruction_sets().front());
+}
+
 int main() {
   RUN(joining_tiles_keeps_every_byte_in_place);
   RUN(a_page_of_many_tiles_is_one_walk);
   RUN(copies_write_their_fragments_and_nothing_else);
+  RUN(boxes_may_step_backwards);
   return 0;
 }
