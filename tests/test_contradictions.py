@@ -19,7 +19,7 @@ from vkvmap import (
 from vkvmap.chunk import ChunkLayout
 from vkvmap.errors import SpecError, TilingError
 from vkvmap.foreign import read_json
-from vkvmap.layout import state_layout
+from vkvmap.layout import Layout, layout_named, state_layout
 from vkvmap.mapping import Mappings
 
 STATE = LayerTable([LayerSpec.opaque("state", page_bytes=64)])
@@ -264,3 +264,30 @@ def test_strides_that_would_wrap_to_the_right_place_are_refused(side: str, strid
     )
     with pytest.raises(TilingError):
         certify([stored])
+
+
+def test_explicit_ranges_are_given_for_every_rank() -> None:
+    for ranges in ([(0, 1)], [(0, 1)] * 3):
+        with pytest.raises(SpecError, match="one per tp_rank is needed"):
+            RankGrid(tp=2, head_ranges={"x": ranges})
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [[(0, 2), (2, 4)], [(0, 2), (2, 2)], [(-1, 2), (2, 3)], [(0, 1), (2, 3)], [(0, 3)] * 2],
+)
+def test_explicit_ranges_that_are_no_partition_are_refused(ranges: list[tuple[int, int]]) -> None:
+    """Beyond the heads, empty, with a gap; all heads on both ranks are replicas, and fine."""
+    spec = LayerSpec.attention("x", num_kv_heads=3, head_size=4, elem=1)
+    held = max(1, ranges[0][1] - max(0, ranges[0][0]))
+    view = CacheView.of(np.zeros((2, 2, 4, held, 4), np.uint8), "split_nhd", 4)
+    grid = RankGrid(tp=2, head_ranges={"x": ranges})
+    mappings = derive_canonical_mappings(LayerTable([spec]), {"x": view}, grid, 0)
+    assert mappings.by_layer["x"].certified is (ranges == [(0, 3)] * 2)
+
+
+def test_the_order_of_a_layout_of_one_part_is_its_parts() -> None:
+    """It is spelled out in the names that stored pages lie under."""
+    assert str(layout_named("packed_nhd").order) == "[token][head](*)"
+    one = layout_named("mla").parts[0]
+    assert str(Layout("two", (one, one)).order) == "([token](*), [token](*))"

@@ -228,3 +228,12 @@ def test_a_group_has_the_chunk_and_the_rows_it_was_given() -> None:
                 region.row("b", 4)[96:], np.asarray(caches["b"].tensors[0].owner)[1].reshape(-1)
             )
             assert not region.rows("a").any() and not region.rows("b")[:4].any()
+
+
+@pytest.mark.parametrize("junk", [[5], (), {"0": [5]}, {"0": 5}, None, 3.5, ([0], [0], [0])])
+def test_what_is_no_pair_of_lists_is_refused_in_words(junk: Any) -> None:
+    _, caches, mappings = latent()
+    with Region.create([Section("0", 2, 32)], backing="private") as region:
+        with TransferPlan(mappings, caches, region) as plan:
+            with pytest.raises(PlanError, match=r"pass \(block_ids, page_ids\)"):
+                plan.store(junk)

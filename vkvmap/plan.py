@@ -101,9 +101,15 @@ class PackedPlan:
                 )
             pairs = {self.groups[0]: pairs}
         lists = []
-        for group, (blocks, pages) in pairs.items():
+        for group, pair in pairs.items():
             if group not in self._group_index:
                 raise PlanError(f"unknown group {group!r}; this plan has {list(self.groups)}")
+            try:
+                blocks, pages = pair
+            except (TypeError, ValueError):
+                raise PlanError(
+                    f"group {group!r}: {pair!r:.60} is no pair; pass (block_ids, page_ids)"
+                ) from None
             index = self._group_index[group]
             lists.append((index, _ids(blocks, group, "block"), _ids(pages, group, "page")))
         return lists
