@@ -32,14 +32,20 @@ ROOT = Path(__file__).parents[2]
 EXPLAINED = Path(__file__).with_name("explained.txt")
 TIME_LIMIT = 120  # seconds; a mutant that hangs is noticed too
 
-_ALGEBRA = ["test_faults_mapping", "test_contradictions", "test_derive", "test_recurrent"]
-_MOVING = ["test_pack", "test_faults_runtime", "test_transfer"]
+_ALGEBRA = [
+    "test_faults_mapping",
+    "test_contradictions",
+    "test_encodings",
+    "test_derive",
+    "test_recurrent",
+]
+_MOVING = ["test_pack", "test_plan", "test_faults_runtime", "test_transfer"]
 #: Fast tests per module, cheapest first.
 TESTS: dict[str, list[str]] = {
     "boxes": ["test_boxes", *_ALGEBRA],
     "cache": [*_ALGEBRA, "test_memory", "test_coincidence"],
     "certify": ["test_contradictions", "test_certify", "test_writers", "test_faults_mapping"],
-    "chunk": ["test_faults_mapping", "test_format", *_MOVING],
+    "chunk": ["test_faults_mapping", "test_contradictions", "test_format", *_MOVING],
     "derive": [*_ALGEBRA, "test_opaque", "test_memory", "test_coincidence"],
     "derive_layer": [*_ALGEBRA, "test_memory", "test_coincidence"],
     "grid": _ALGEBRA,
@@ -49,7 +55,14 @@ TESTS: dict[str, list[str]] = {
     "opaque": ["test_opaque", *_ALGEBRA, *_MOVING],
     "pack": _MOVING,
     "plan": [*_MOVING, "test_faults_mapping"],
-    "recognise": ["test_faults_mapping", "test_contradictions", "test_memory", "test_coincidence"],
+    "recognise": [
+        "test_faults_mapping",
+        "test_contradictions",
+        "test_encodings",
+        "test_plan",
+        "test_memory",
+        "test_coincidence",
+    ],
     "sections": ["test_faults_mapping", *_MOVING],
     "writers": ["test_writers", *_MOVING],
 }
@@ -150,6 +163,8 @@ def main() -> int:
                 index, alive = map(int, line.split())
                 module, mutant = all_jobs[index]
                 tried += 1
+                if tried % 100 == 0:
+                    print(f"{tried} of {len(chosen)} tried", flush=True)
                 if not alive:
                     continue
                 if (module, mutant.before, mutant.after) in known:
