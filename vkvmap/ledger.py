@@ -90,11 +90,12 @@ class Ledger:
             Per row, whether it may: False where the row has been given new content since.
         """
         index = np.fromiter(rows, np.intp)
-        self._entered[index, writer] = generations
+        before = self._entered[index, writer]
+        self._entered[index, writer] = np.maximum(before, generations)
         self._fence()
         allowed = np.asarray(self._generation[index] == generations)
-        late = index[~allowed]
-        self._finished[late, writer] = self._entered[late, writer]
+        # Who is turned away stands where it stood: it may be inside a later generation.
+        self._entered[index[~allowed], writer] = before[~allowed]
         return allowed
 
     def finish(self, rows: Iterable[int], generations: Words, writer: int) -> None:
