@@ -6,6 +6,8 @@ lies between pages, between rows and beyond them must come out as it went in.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import lcm
@@ -28,6 +30,7 @@ from vkvmap import (
 )
 from vkvmap.errors import PlanError, RegionError, StalePlanError
 from vkvmap.sections import sections_for
+from vkvmap.transfer import Engine, Job
 
 POISON = 0xA5
 ROWS = 3
@@ -308,6 +311,49 @@ def test_a_plan_refuses_once_its_cache_or_region_is_gone() -> None:
         plan.load({"full": ([0], [0])})
     fresh.close()
     region.close()
+
+
+def stalled_load(engine: Engine) -> tuple[Job, weakref.ref[Region], weakref.ref[np.ndarray]]:
+    """A load that has not begun, of which the caller has kept the job alone."""
+    table, caches, arrays = hybrid()
+    mappings = derive_canonical_mappings(table, caches, RankGrid(), 0)
+    region = Region.create(sections_for(mappings, TOKENS, 4), backing="private")
+    plan = TransferPlan(mappings, caches, region, chunk_tokens=TOKENS, engine=engine)
+    engine.stall()
+    job = plan.load({"full": ([0], [0])})
+    return job, weakref.ref(region), weakref.ref(arrays["a"])
+
+
+def test_a_transfer_keeps_cache_and_memory_although_its_plan_is_dropped() -> None:
+    with Engine(threads=1) as engine:
+        job, region, tensor = stalled_load(engine)
+        gc.collect()
+        assert region() is None  # nobody closes it now, so the job has the memory itself
+        assert tensor() is not None
+        engine.resume()
+        assert job.check(30)["pages"] > 0
+        assert engine.in_flight == 0
+        gc.collect()
+        assert tensor() is None
+
+
+def test_a_forced_close_takes_no_memory_from_under_a_transfer() -> None:
+    table, caches, _ = hybrid()
+    mappings = derive_canonical_mappings(table, caches, RankGrid(), 0)
+    region = Region.create(sections_for(mappings, TOKENS, 4), backing="private")
+    mapped = weakref.ref(region.view)
+    with Engine(threads=1) as engine:
+        plan = TransferPlan(mappings, caches, region, chunk_tokens=TOKENS, engine=engine)
+        engine.stall()
+        job = plan.load({"full": ([0], [0])})
+        region.close(force=True)
+        engine.resume()
+        assert job.check(30)["pages"] > 0
+        with pytest.raises(StalePlanError, match="the region of this plan is closed"):
+            plan.load({"full": ([0], [0])})
+        assert mapped() is not None
+        plan.close()
+        assert mapped() is None
 
 
 def test_a_plan_of_another_cache_is_refused() -> None:

@@ -1,8 +1,9 @@
 """Plans: everything about a transfer that does not change, packed and validated once.
 
 A packed plan knows the tensors and the region it was made for, and says when either is gone or has
-moved. It keeps its tensors alive, so that memory is never freed under a transfer. What runs it is
-the transfer engine's business.
+moved. It keeps its tensors and the region's mapping alive, and every transfer keeps them too
+(`PackedPlan.memory`), so that memory is never freed under one. What runs it is the transfer
+engine's business.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class PackedPlan:
             ``chunk_id * pages_per_chunk + page``.
         device: where the caches are.
         native: the validated plan of the native module.
+        memory: what a transfer has to keep alive until its last byte, the plan gone or not.
 
     Raises:
         PlanError: mappings, caches and region do not fit.
@@ -82,6 +84,7 @@ class PackedPlan:
         self.device = _one_device(caches)
         self.descriptor: NDArray[np.uint8] = pack(self._placed(tokens), len(self.groups))
         self._watched = _watched(mappings, caches)
+        self.memory: tuple[Any, ...] = (self._watched, region.view)
         self._stale: str | None = None
         self.native: _C.Plan = _C.Plan(
             self.descriptor,
@@ -122,7 +125,7 @@ class PackedPlan:
         """Let go of cache and region; only once no transfer of this plan is in flight."""
         self._stale = "it is closed"
         self.region.release(self)
-        self._watched = ()
+        self._watched = self.memory = ()
 
     def check_alive(self) -> None:
         """Raise StalePlanError if the cache or the region is gone or has moved."""

@@ -78,7 +78,10 @@ class Job:
     query = done
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` seconds (None: without limit); True once the job has ended."""
+        """Wait up to `timeout` seconds (None: without limit); True once the job has ended.
+
+        Ended is not succeeded: `check` waits and raises where pages failed, `result` says which.
+        """
         return self._native.wait(timeout)
 
     def result(self) -> dict[str, Any]:

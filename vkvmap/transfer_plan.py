@@ -152,6 +152,7 @@ class TransferPlan:
                 expedited=expedited,
                 progress=self._progress(progress),
                 mover=self._movers[direction] if mover is None else self._choose(mover, direction),
+                keep=self._packed.memory,
             )
         except ValueError as error:
             raise PlanError(str(error)) from None
