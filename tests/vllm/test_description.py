@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from vkvmap import RankGrid, derive_canonical_mappings
-from vkvmap.integrations.vllm.layers import GroupFacts, LayerFacts, ModelFacts, describe
+from vkvmap.integrations.vllm.layers import (
+    GroupFacts,
+    LayerFacts,
+    ModelFacts,
+    describe,
+    published_table,
+    whole_table,
+)
 from vkvmap.integrations.vllm.naming import identity
 from vkvmap.integrations.vllm.options import EngineError, Options
 from vkvmap.integrations.vllm.rows import RowLayout
@@ -347,3 +354,48 @@ def test_a_budget_below_one_row_is_refused() -> None:
 def test_options_are_refused_by_name(given: Any, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         Options.read({"vkvmap": given})
+
+
+# ---- pipeline stages -----------------------------------------------------------------------------
+
+
+def stage(first: int, stop: int, stages: int):
+    """Rows of the model's first layer group, as the stage with layers [first, stop) sees them."""
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "hidden_size": 64,
+        "torch_dtype": "float16",
+    }
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(first, stop)]
+    tensors = {name: np.zeros((BLOCKS, 2, 4, 16), np.uint16) for name in names}
+    facts = {
+        name: LayerFacts(name, AttentionSpec(), (t,), np.zeros((BLOCKS, 1), np.uint8), "Attention")
+        for name, t in tensors.items()
+    }
+    model = ModelFacts(config, 2, "bfloat16", "cuda", "LBHNC", 1, 1)
+    found = describe(model, [GroupFacts("0", tuple(names), 4)], facts)
+    table = whole_table(found.table, published_table(model, facts), stages)
+    mappings = derive_canonical_mappings(table, found.caches, RankGrid(), 0)
+    rows = RowLayout.of(mappings, {"0": 8}, verify=False)
+    named = identity(
+        mappings, found.caches, Options(), model="m", revision="r", quantisation="",
+        tokens={"0": 8}, placement={},
+    )  # fmt: skip
+    return rows, named.name, list(mappings.by_layer)
+
+
+def test_a_pipeline_stage_sees_the_rows_of_the_whole_model() -> None:
+    rows, name, _ = stage(0, 4, 1)
+    for first, stop in ((0, 2), (2, 4)):
+        other_rows, other_name, held = stage(first, stop, 2)
+        assert other_rows == rows and other_name == name and len(held) == 2
+
+
+def test_stages_of_a_model_that_nobody_can_read_are_refused() -> None:
+    spec, _, _ = described(AttentionSpec(), np.zeros(HND, np.uint16))
+    with pytest.raises(EngineError, match="2 pipeline stages"):
+        whole_table(described_table(spec), None, 2)
