@@ -83,6 +83,14 @@ def test_folding_keeps_the_pairs_and_never_steps_backwards(boxes: list[Box]) -> 
     assert all(is_canonical(box) for box in result)
 
 
+def test_steps_of_nothing_and_steps_back_are_no_levels() -> None:
+    piece = ((2, 1, 1),)
+    for left, right in ((4, 0), (0, 4), (4, -4), (-4, 4), (0, 0)):
+        boxes = [Box(10, 10, piece), Box(10 + left, 10 + right, piece)]
+        assert folded(boxes) == tuple(boxes)
+    assert folded([Box(0, 0, piece), Box(4, 6, piece)]) == (Box(0, 0, (*piece, (2, 4, 6))),)
+
+
 @given(BOXES, st.integers(1, 6), st.tuples(STEPS, STEPS), st.booleans())
 def test_an_arithmetic_progression_folds_into_one_box(
     box: Box, count: int, step: tuple[int, int], backwards: bool

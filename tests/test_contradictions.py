@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -284,6 +286,10 @@ def test_explicit_ranges_that_are_no_partition_are_refused(ranges: list[tuple[in
     grid = RankGrid(tp=2, head_ranges={"x": ranges})
     mappings = derive_canonical_mappings(LayerTable([spec]), {"x": view}, grid, 0)
     assert mappings.by_layer["x"].certified is (ranges == [(0, 3)] * 2)
+    impossible = any(not 0 <= first < stop <= 3 for first, stop in ranges)
+    rules = [refusal.rule for refusal in mappings.refusals]
+    if rules:
+        assert rules == ["heads-divide" if impossible else "tiling"]
 
 
 def test_the_order_of_a_layout_of_one_part_is_its_parts() -> None:
@@ -291,3 +297,112 @@ def test_the_order_of_a_layout_of_one_part_is_its_parts() -> None:
     assert str(layout_named("packed_nhd").order) == "[token][head](*)"
     one = layout_named("mla").parts[0]
     assert str(Layout("two", (one, one)).order) == "([token](*), [token](*))"
+
+
+def two_ranks(
+    loads: list[tuple[int, int, int]], stores: list[tuple[int, int, int]] | None
+) -> list[CanonicalPageMapping]:
+    """Rank 0 stores all 16 bytes; rank 1 loads and stores as given: (local, canonical, size)."""
+
+    def runs(pieces: list[tuple[int, int, int]]) -> tuple[CopyRun, ...]:
+        return tuple(CopyRun(a, b, n, 1, n, n) for a, b, n in pieces)
+
+    whole = CanonicalPageMapping(16, 16, runs([(0, 0, 16)]), 1, 0, True)
+    other = CanonicalPageMapping(
+        16, sum(n for _, _, n in loads), runs(loads), 1, 0, True,
+        store_runs=None if stores is None else runs(stores),
+    )  # fmt: skip
+    return [whole, other]
+
+
+@pytest.mark.parametrize(
+    "loads",
+    [
+        [(0, 9, 8)],  # beyond the end
+        [(0, -1, 8)],  # before the start
+        [(0, 0, 8), (8, 0, 8)],  # one place twice
+        [(0, 0, 8), (8, 7, 8)],  # one byte twice
+    ],
+)
+def test_loads_of_a_rank_that_stores_nothing_are_checked_too(
+    loads: list[tuple[int, int, int]],
+) -> None:
+    certify(two_ranks([(0, 8, 8), (8, 0, 8)], []))
+    with pytest.raises(TilingError, match="rank 1: canonical page"):
+        certify(two_ranks(loads, []))
+
+
+@pytest.mark.parametrize(
+    ("loads", "stores", "right"),
+    [
+        ([(0, 0, 8), (8, 8, 8)], [(0, 0, 16)], True),
+        ([(0, 0, 4), (4, 4, 4), (8, 8, 8)], [(2, 2, 9)], True),
+        ([(0, 8, 8), (8, 0, 8)], [(0, 8, 8)], True),
+        ([(0, 0, 4), (4, 8, 4), (8, 4, 4), (12, 12, 4)], [(0, 0, 8)], False),
+        ([(0, 0, 4), (4, 8, 4), (8, 4, 4), (12, 12, 4)], [(2, 2, 4)], False),
+        ([(0, 0, 4), (4, 4, 4), (8, 12, 4), (12, 8, 4)], [(0, 0, 12)], False),
+        ([(0, 4, 8)], [(0, 4, 9)], False),
+    ],
+)
+def test_a_store_that_spans_several_loads_follows_each_of_them(
+    loads: list[tuple[int, int, int]], stores: list[tuple[int, int, int]], right: bool
+) -> None:
+    mappings = two_ranks(loads, stores)
+    # Rank 0 leaves to rank 1 what that stores.
+    at, size = stores[0][1], stores[0][2]
+    kept = [CopyRun(a, a, n, 1, n, n) for a, n in ((0, at), (at + size, 16 - at - size)) if n > 0]
+    mappings[0] = replace(mappings[0], store_runs=tuple(kept))
+    if right:
+        certify(mappings)
+    else:
+        with pytest.raises(TilingError, match="rank 1: store runs"):
+            certify(mappings)
+
+
+@pytest.mark.parametrize("kind", ["mla", "packed_hnd", "split_nhd", "planar"])
+def test_one_layer_is_never_taken_for_another_that_differs_in_a_size(kind: str) -> None:
+    """Alike layers are derived once; strides can agree where shapes do not."""
+    spec, shape = {
+        "mla": (LayerSpec.mla("good", row_bytes=8), (3, 4, 8)),
+        "packed_hnd": (
+            LayerSpec.attention("good", num_kv_heads=2, head_size=3, elem=1), (3, 2, 4, 6),
+        ),
+        "split_nhd": (
+            LayerSpec.attention("good", num_kv_heads=3, head_size=3, elem=1), (3, 2, 4, 3, 3),
+        ),
+        "planar": (LayerSpec.indexer("good", value_bytes=6, scale_bytes=2), (3, 4, 8)),
+    }[kind]  # fmt: skip
+    table = LayerTable([spec, spec.renamed("other")])
+    strides = np.zeros(shape, np.uint8).strides
+    good = CacheView.of(TensorView(0, shape, strides, 1, (0, 4096)), kind, 4)
+    for dim in range(1, len(shape)):
+        smaller = tuple(n - (at == dim) for at, n in enumerate(shape))
+        other = CacheView.of(TensorView(2048, smaller, strides, 1, (0, 4096)), kind, 4)
+        mappings = derive_canonical_mappings(table, {"good": good, "other": other}, RankGrid(), 0)
+        assert mappings.by_layer["good"].certified
+        assert not mappings.by_layer["other"].certified
+    fewer = CacheView.of(TensorView(2048, (2, *shape[1:]), strides, 1, (0, 4096)), kind, 4)
+    mappings = derive_canonical_mappings(table, {"good": good, "other": fewer}, RankGrid(), 0)
+    assert [mappings.addressing[name].num_blocks for name in table] == [3, 2]
+
+
+def test_halves_of_different_sizes_do_not_share_a_dimension() -> None:
+    spec = LayerSpec.attention("x", num_kv_heads=2, head_size=4, head_size_v=3, elem=1)
+    for size in (3, 4):
+        view = CacheView.of(np.zeros((2, 2, 4, 2, size), np.uint8), "split_nhd", 4)
+        mappings = derive_canonical_mappings(LayerTable([spec]), {"x": view}, RankGrid(), 0)
+        assert "halves of [3, 4] bytes" in mappings.refusals[0].seen
+
+
+def test_memory_that_is_no_array_of_its_own_is_found() -> None:
+    memory = bytearray(3 * 4 * 8 + 16)
+    whole = np.frombuffer(memory, np.uint8)
+    tensor = TensorView.of(whole[16:].reshape(3, 4, 8))
+    start = whole.__array_interface__["data"][0]
+    assert (tensor.address, tensor.storage) == (start + 16, (start, len(memory)))
+
+
+def test_a_group_of_the_largest_size_is_a_group() -> None:
+    assert RankGrid(tp=1 << 16).size == 65_536
+    with pytest.raises(SpecError):
+        RankGrid(tp=(1 << 16) + 1)

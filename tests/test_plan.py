@@ -17,7 +17,7 @@ from vkvmap import (
     TransferPlan,
     derive_canonical_mappings,
 )
-from vkvmap.errors import PlanError
+from vkvmap.errors import PlanError, StalePlanError
 from vkvmap.layout import state_layout
 from vkvmap.mapping import Mappings
 from vkvmap.region import Section
@@ -237,3 +237,12 @@ def test_what_is_no_pair_of_lists_is_refused_in_words(junk: Any) -> None:
         with TransferPlan(mappings, caches, region) as plan:
             with pytest.raises(PlanError, match=r"pass \(block_ids, page_ids\)"):
                 plan.store(junk)
+
+
+def test_a_region_that_was_closed_by_force_is_noticed() -> None:
+    _, caches, mappings = latent()
+    region = Region.create([Section("0", 2, 32)], backing="private")
+    with TransferPlan(mappings, caches, region) as plan:
+        region.close(force=True)
+        with pytest.raises(StalePlanError, match="region of this plan is closed"):
+            plan.store(([0], [0]))

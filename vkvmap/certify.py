@@ -75,14 +75,15 @@ def _check_local(rank: int, mapping: CanonicalPageMapping) -> None:
         mapping.local_page_size_bytes,
         what,
     )
-    for run in mapping.runs:
-        _check_bounds(
-            run,
-            run.canonical_offset,
-            run.canonical_stride,
-            mapping.canonical_page_size_bytes,
-            f"rank {rank}: canonical page",
-        )
+    size = mapping.canonical_page_size_bytes
+    what = f"rank {rank}: canonical page"
+    _check_apart(
+        [
+            _expand(run, run.canonical_offset, run.canonical_stride, size, what)
+            for run in mapping.runs
+        ],
+        what,
+    )
 
 
 def _check_stores_are_loads(rank: int, mapping: CanonicalPageMapping) -> None:
@@ -166,6 +167,19 @@ def _expand(run: CopyRun, offset: int, stride: int, size: int, what: str) -> Int
         )
     starts = offset + np.arange(run.num_fragments, dtype=np.int64) * stride
     return starts, np.full(run.num_fragments, run.fragment_size, dtype=np.int64)
+
+
+def _check_apart(intervals: Sequence[Intervals], what: str) -> None:
+    """No byte twice: a page that is loaded from one place twice is nobody's page."""
+    if not intervals:
+        return
+    starts = np.concatenate([start for start, _ in intervals])
+    lengths = np.concatenate([length for _, length in intervals])
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], (starts + lengths)[order]
+    wrong = np.flatnonzero(starts[1:] < ends[:-1])
+    if wrong.size:
+        raise TilingError(f"{what}: byte {int(starts[wrong[0] + 1])} is loaded twice")
 
 
 def _check_partition(intervals: Sequence[Intervals], size: int, what: str) -> None:
