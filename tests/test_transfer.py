@@ -391,3 +391,32 @@ def test_a_mover_that_cannot_reach_the_cache_is_an_error_not_a_downgrade() -> No
                 plan.store({"full": ([0], [0])}, mover="kernel")
             with pytest.raises(PlanError, match="teleport"):
                 plan.store({"full": ([0], [0])}, mover="teleport")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"layers": (0, 1)}, "a range with step 1"),
+        ({"layers": range(-1, 1)}, "a range with step 1"),
+        ({"progress": [0, 0]}, "not a numpy array"),
+        ({"progress": "every second word"}, "contiguous and writable"),
+        ({"mover": "fastest"}, "choose auto or one of"),
+    ],
+)
+def test_what_a_load_cannot_take_is_a_plan_error(wrong: dict[str, object], message: str) -> None:
+    table, caches, _ = hybrid()
+    mappings = derive_canonical_mappings(table, caches, RankGrid(), 0)
+    if wrong.get("progress") == "every second word":
+        wrong = {"progress": np.zeros(2 * len(table), np.uint32)[::2]}
+    with Region.create(sections_for(mappings, TOKENS, 4), backing="private") as region:
+        with TransferPlan(mappings, caches, region, chunk_tokens=TOKENS) as plan:
+            with pytest.raises(PlanError, match=message):
+                plan.load({"full": ([0], [0])}, **wrong)
+
+
+def test_an_unknown_mover_is_refused_before_the_first_transfer() -> None:
+    table, caches, _ = hybrid()
+    mappings = derive_canonical_mappings(table, caches, RankGrid(), 0)
+    with Region.create(sections_for(mappings, TOKENS, 4), backing="private") as region:
+        with pytest.raises(PlanError, match="'fastest'"):
+            TransferPlan(mappings, caches, region, chunk_tokens=TOKENS, mover="fastest")

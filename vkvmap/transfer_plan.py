@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vkvmap.region import Region
 
 STORE, LOAD = 0, 1
+MOVERS = ("host", "kernel", "copy_engine")
 
 
 class TransferPlan:
@@ -173,7 +174,9 @@ class TransferPlan:
                     f"{cuda.why_not()}"
                 )
             return chosen
-        if mover in ("host", "kernel", "copy_engine") and (mover == "host") is not on_host:
+        if mover not in MOVERS:
+            raise PlanError(f"mover {mover!r}: choose auto or one of {', '.join(MOVERS)}")
+        if (mover == "host") is not on_host:
             raise PlanError(
                 f"mover {mover!r} cannot reach caches on {self._packed.device!r}; use "
                 f"{'host' if on_host else 'kernel or copy_engine'}, or auto"
@@ -183,11 +186,15 @@ class TransferPlan:
     def _progress(self, progress: NDArray[np.uint32] | None) -> Any:
         if progress is None:
             return None
+        needed = f"one uint32 per layer of the layer table is needed ({len(self._source.layers)})"
+        if not isinstance(progress, np.ndarray):
+            raise PlanError(f"progress is {type(progress).__name__}, not a numpy array; {needed}")
         if progress.dtype != np.uint32 or progress.shape != (len(self._source.layers),):
             raise PlanError(
-                f"progress has dtype {progress.dtype} and shape {progress.shape}; one uint32 per "
-                f"layer of the layer table is needed ({len(self._source.layers)})"
+                f"progress has dtype {progress.dtype} and shape {progress.shape}; {needed}"
             )
+        if not (progress.flags.c_contiguous and progress.flags.writeable):
+            raise PlanError(f"progress must be contiguous and writable; {needed}")
         return progress
 
     # ---- lifetime ------------------------------------------------------------------------------
@@ -236,6 +243,6 @@ class TransferPlan:
 def _layer_range(layers: range | None) -> tuple[int, int] | None:
     if layers is None:
         return None
-    if layers.step != 1:
+    if not isinstance(layers, range) or layers.step != 1 or layers.start < 0:
         raise PlanError(f"layers={layers}: a range with step 1 of layer ids is needed")
     return layers.start, layers.stop
