@@ -430,3 +430,10 @@ def test_huge_pages_are_granted_or_refused_in_words():
     else:
         assert region.nbytes % (2 << 20) == 0
         region.close()
+
+
+def test_what_cannot_be_joined_or_made_is_a_region_error():
+    with pytest.raises(RegionError, match="cannot join descriptor"):
+        Region.attach(1 << 20)
+    with pytest.raises(RegionError, match="No such file"):
+        Region.create(SECTIONS, backing="file", path="/nowhere/at/all")

@@ -189,7 +189,12 @@ class Region:
             RegionError: not there in time, not a region, or not this user's.
         """
         if isinstance(source, int):
-            return cls._join(os.dup(source), None, "memfd")
+            try:
+                return cls._join(os.dup(source), None, "memfd")
+            except OSError as error:
+                if isinstance(error, RegionError):
+                    raise
+                raise RegionError(f"cannot join descriptor {source}: {error.strerror}") from error
         if isinstance(source, str):
             if source.startswith("@"):
                 return cls._join(receive_descriptor(source, timeout), None, "memfd")

@@ -75,7 +75,10 @@ def check_capacity(
             "ask for fewer rows or free memory"
         )
     if directory is not None:
-        status = os.statvfs(directory)
+        try:
+            status = os.statvfs(directory)
+        except OSError as error:
+            raise RegionError(f"cannot create a region file in {directory}: {error}") from error
         room = status.f_bavail * status.f_frsize
         if asked > room:
             raise RegionError(
