@@ -14,7 +14,8 @@ Both directions stream: memory is bounded by the batch, whatever the number of c
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,11 +61,14 @@ class PageFiles:
         return self.root / f"{stage}.{rank}" / str(index) / f"{key.hex()}{SUFFIX}"
 
     def keys(self, group: str) -> list[bytes]:
-        """Keys of which the first rank that has layers of `group` wrote a file."""
+        """Keys of which the first rank that has layers of `group` wrote a file.
+
+        A file whose name is no key is somebody else's and left alone.
+        """
         for stage, names in enumerate(self.configuration.stage_layers(self.identity.layers)):
             if any(self.identity.layers[name].group == group for name in names):
                 folder = self.path(stage, 0, group, b"x").parent
-                return sorted(bytes.fromhex(file.stem) for file in folder.glob(f"*{SUFFIX}"))
+                return _keys(file.stem for file in folder.glob(f"*{SUFFIX}"))
         return []
 
 
@@ -146,7 +150,7 @@ def from_canonical(
     wanted = {}
     for index, group in enumerate(identity.layers.groups):
         there = ls(store.path, identity=identity.name, folder=str(index))
-        found = sorted(bytes.fromhex(entry.key) for entry in there)
+        found = _keys(entry.key for entry in there)
         wanted[group] = found if keys is None else [key for key in found if key in set(keys)]
     total = sum(map(len, wanted.values()))
     for group, chosen in wanted.items():
@@ -269,6 +273,15 @@ class _Bench:
         for plan in self.plans.values():
             plan.close()
         self.region.close(force=True)
+
+
+def _keys(names: Iterable[str]) -> list[bytes]:
+    """The keys that `names` spell in hex, in order, without names that spell none."""
+    keys = []
+    for name in names:
+        with suppress(ValueError):
+            keys.append(bytes.fromhex(name))
+    return sorted(keys)
 
 
 def _same_identity(files: PageFiles, store: CanonicalStore) -> None:

@@ -62,8 +62,10 @@ def check_key(key: bytes) -> bytes:
     """`key`, if it can be stored under: 1 to 64 bytes.
 
     Raises:
-        FormatError: it is empty or longer.
+        FormatError: it is empty, longer, or not bytes.
     """
+    if not isinstance(key, bytes):
+        raise FormatError(f"key {key!r} is not bytes; hash or encode it")
     if not 1 <= len(key) <= MOST_KEY_BYTES:
         raise FormatError(f"key of {len(key)} bytes: 1 to {MOST_KEY_BYTES} are allowed; hash it")
     return key

@@ -144,7 +144,11 @@ class ChunkStore:
             )
             for name, chunk in formats.items()
         }
+        if threads < 1:
+            backend.close()
+            raise StoreError(f"threads={threads}: a store needs at least one thread")
         self._threads = IoThreads(threads, queue_depth)
+        self._closed = False
         self._pid = os.getpid()
         self._counters = dict.fromkeys((*get_args(Outcome), "bytes_written", "bytes_read"), 0)
         del self._counters["pending"]
@@ -227,6 +231,7 @@ class ChunkStore:
 
     def snapshot(self) -> dict[str, int]:
         """Counters of this object since it was opened, and what the backend counts."""
+        self._check_open()
         with self._counting:
             counters = dict(self._counters)
         counters["outstanding"] = self._threads.outstanding
@@ -234,6 +239,7 @@ class ChunkStore:
 
     def close(self, *, drain: bool = True) -> None:
         """Finish what is in flight (`drain`) or cancel what has not started, and let go."""
+        self._closed = True
         self._threads.close(drain=drain)
         self._backend.close()
         if self._region is not None:
@@ -248,12 +254,17 @@ class ChunkStore:
     # ---- submitting ---------------------------------------------------------------------------
 
     def _shelf(self, name: str) -> Shelf:
+        self._check_open()
         try:
             return self._shelves[name]
         except KeyError:
             raise StoreError(
                 f"no group {name!r} in this store; it has {list(self._shelves)}"
             ) from None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError("the store is closed")
 
     def _prepare(
         self,

@@ -82,7 +82,7 @@ class Space:
             sweep: remove what dead writers left; False for those who only look.
 
         Raises:
-            StoreError: not a directory, or anybody may write into it.
+            StoreError: not a directory, not ours to write, or anybody may write into it.
         """
         self.root = root
         self.files = files
@@ -94,7 +94,10 @@ class Space:
         self._threads = threading.Lock()
         self._pid = os.getpid()
         _make_root(root)
-        self._lock_fd = os.open(f"{root}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._lock_fd = os.open(f"{root}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreError(f"cannot open a store at {root}: {error.strerror}") from error
         with self.locked():
             self._state = _open_state(f"{root}/state")
             magic, _, _, boot = _STATE.unpack_from(self._state)
@@ -341,7 +344,8 @@ def make_folder(path: str) -> None:
         return
     except FileNotFoundError:
         make_folder(os.path.dirname(path))
-        make_folder(path)
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
 
 
 def _folders(path: str) -> list[os.DirEntry[str]]:

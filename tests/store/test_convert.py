@@ -138,3 +138,14 @@ def test_a_configuration_that_cannot_be_certified_is_refused(tmp_path):
     folder.write_bytes(b"")
     with CanonicalStore(tmp_path / "store", IDENTITY) as store, pytest.raises(RefusedError):
         to_canonical(files, store)
+
+
+def test_a_file_that_no_key_names_is_left_alone(tmp_path):
+    files = page_files(tmp_path / "pages", "tp=1,block=16")
+    stray = files.path(0, 0, "full", b"x").with_name("notes.pages")
+    stray.parent.mkdir(parents=True)
+    stray.write_text("not pages")
+    with CanonicalStore(tmp_path / "store", IDENTITY) as store:
+        assert files.keys("full") == []
+        assert to_canonical(files, store).chunks == 0
+    assert stray.read_text() == "not pages"

@@ -721,3 +721,18 @@ def test_upkeep_of_something_else_is_refused(tmp_path):
 
 def test_layers_of_the_model_are_those_of_the_tests():
     assert LAYERS.groups == ("full", "latent")
+
+
+def test_what_a_store_cannot_serve_is_its_own_error(path, tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (str(tmp_path / "file"), "/proc/none/of/these"):
+        with pytest.raises(StoreError, match="cannot open a store at"):
+            CanonicalStore(place, IDENTITY)
+    with pytest.raises(StoreError, match="threads=0"):
+        CanonicalStore(path, IDENTITY, threads=0)
+    with CanonicalStore(path, IDENTITY) as store:
+        with pytest.raises(FormatError, match="not bytes"):
+            store.put([key_of(1).hex()], "full", [np.zeros(FULL, np.uint8)])
+    for use in (store.snapshot, lambda: store.lookup([key_of(1)], "full")):
+        with pytest.raises(StoreError, match="the store is closed"):
+            use()
