@@ -406,3 +406,16 @@ def test_a_group_of_the_largest_size_is_a_group() -> None:
     assert RankGrid(tp=1 << 16).size == 65_536
     with pytest.raises(SpecError):
         RankGrid(tp=(1 << 16) + 1)
+
+
+@pytest.mark.parametrize(("size", "count"), [(0, 1), (0, 5), (1, 0), (8, 0), (-8, 1), (1, -4)])
+def test_a_run_that_moves_nothing_hides_behind_no_other(size: int, count: int) -> None:
+    """Also where the bytes add up all the same."""
+    empty = CopyRun(0, 0, size, count, 8, 8)
+    surplus = -size * count
+    runs = (CopyRun(0, 0, 16 + surplus, 1, 16, 16), empty)
+    with pytest.raises(TilingError):
+        certify([CanonicalPageMapping(16 + surplus, 16, runs, 1, 0, True)])
+    certify([CanonicalPageMapping(16, 16, (CopyRun(0, 0, 16, 1, 16, 16),), 1, 0, True)])
+    with pytest.raises(TilingError):
+        certify([CanonicalPageMapping(16, 16, (CopyRun(0, 0, 16, 1, 16, 16), empty), 1, 0, True)])
