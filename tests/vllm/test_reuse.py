@@ -18,7 +18,7 @@ Models = Callable[[str], Path]
 
 FIRST = [
     "The quick brown fox jumps over the lazy dog and then some more. " * 4 + "first",
-    "ZYX " + "another prompt that shares nothing with the others at all, " * 4,
+    "ZYX " + "another prompt that shares nothing with the others at all, " * 4 + "x",
 ]
 SECOND = [
     "Second half of the test: " + "numbers one two three four five six seven. " * 6,
@@ -94,15 +94,9 @@ def test_latent_rows_arrive_as_they_were_stored(
     """Bytes, not tokens: this platform's latent attention does not repeat itself."""
     model, files = models("latent"), tmp_path / "files"
     config = transfer(files, verify=True)
-    first = bench.run(model, prompts=FIRST, transfer=config)
+    bench.run(model, prompts=FIRST, transfer=config)
     before = {path.name: path.read_bytes() for path in stored_files(files)}
     last = bench.run(model, tp=2, prompts=FIRST, transfer=config)
-    assert last.cached() == whole_prefix(last, 64 if first.cached()[0] else _block(first))
+    assert last.cached() == whole_prefix(last, 16)  # the latent backend's block
     assert last.metric("vkvmap_digest_mismatches") == 0 < last.metric("vkvmap_bytes{load}")
     assert {path.name: path.read_bytes() for path in stored_files(files)} == before
-
-
-def _block(life: Life) -> int:
-    """Tokens per block, which the latent backend chooses: read from what was stored."""
-    stored = life.metric("vkvmap_bytes{store}") / life.metric("vkvmap_pages{store}")
-    return int(stored / (life.metric("vkvmap_bytes_per_token") / 3))
