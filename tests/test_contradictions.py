@@ -21,8 +21,9 @@ from vkvmap import (
 from vkvmap.chunk import ChunkLayout
 from vkvmap.errors import SpecError, TilingError
 from vkvmap.foreign import read_json
-from vkvmap.layout import Layout, layout_named, state_layout
+from vkvmap.layout import Layout, Part, layout_named, state_layout
 from vkvmap.mapping import Mappings
+from vkvmap.spec import Nest
 
 STATE = LayerTable([LayerSpec.opaque("state", page_bytes=64)])
 
@@ -419,3 +420,26 @@ def test_a_run_that_moves_nothing_hides_behind_no_other(size: int, count: int) -
     certify([CanonicalPageMapping(16, 16, (CopyRun(0, 0, 16, 1, 16, 16),), 1, 0, True)])
     with pytest.raises(TilingError):
         certify([CanonicalPageMapping(16, 16, (CopyRun(0, 0, 16, 1, 16, 16), empty), 1, 0, True)])
+
+
+def test_a_dimension_that_no_field_has_is_refused() -> None:
+    odd = Layout("odd", (Part(("block", "head", "token", "cell"), Nest(("token",), ("*",))),))
+    spec = LayerSpec.mla("x", row_bytes=8)
+    view = CacheView.of(np.zeros((2, 1, 4, 8), np.uint8), odd, 4)
+    mappings = derive_canonical_mappings(LayerTable([spec]), {"x": view}, RankGrid(), 0)
+    assert "has a 'head' dimension, field 'row' has no such axis" in mappings.refusals[0].seen
+
+
+def test_the_extent_of_a_page_reaches_to_its_last_piece() -> None:
+    """Heads outside blocks: a page of two pieces, 3 blocks of 32 bytes apart."""
+    spec = LayerSpec.attention("x", num_kv_heads=2, head_size=4, elem=1)
+    tensor = TensorView(0, (3, 2, 4, 8), (32, 96, 8, 1), 1, (0, 192))
+    caches = {"x": CacheView.of(tensor, "packed_hnd", 4)}
+    mappings = derive_canonical_mappings(LayerTable([spec]), caches, RankGrid(), 0, strict=True)
+    assert mappings.addressing["x"].extent == 96 + 32
+    mixed = Layout("two", (Part(("block", "cell"), Nest((), ("value", "scale"))),))
+    index = LayerSpec.indexer("x", value_bytes=6, scale_bytes=2)
+    row = TensorView(0, (3, 32), (40, 1), 1, (0, 192))
+    caches = {"x": CacheView.of(row, mixed, 4)}
+    mappings = derive_canonical_mappings(LayerTable([index]), caches, RankGrid(), 0, strict=True)
+    assert mappings.addressing["x"].extent == 32

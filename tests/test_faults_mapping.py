@@ -646,6 +646,7 @@ def test_more_context_shards_than_replicas_are_opaque_because_some_would_hold_no
     mappings = derive_canonical_mappings(table, {"layer": cache}, grid, 1)
     assert [refusal.rule for refusal in mappings.refusals] == ["context-shards"]
     assert not mappings.by_layer["layer"].certified
+    assert mappings.by_layer["layer"].span_tokens == 4 * 8
 
 
 def test_pcp_replicas_do_not_stretch_the_block() -> None:

@@ -43,7 +43,7 @@ _MOVING = ["test_pack", "test_plan", "test_faults_runtime", "test_transfer"]
 #: Fast tests per module, cheapest first.
 TESTS: dict[str, list[str]] = {
     "boxes": ["test_boxes", *_ALGEBRA],
-    "cache": [*_ALGEBRA, "test_memory", "test_coincidence"],
+    "cache": [*_ALGEBRA, "test_plan", "test_memory", "test_coincidence"],
     "certify": ["test_contradictions", "test_certify", "test_writers", "test_faults_mapping"],
     "chunk": ["test_faults_mapping", "test_contradictions", "test_format", *_MOVING],
     "derive": [*_ALGEBRA, "test_opaque", "test_memory", "test_coincidence"],
