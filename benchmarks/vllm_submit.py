@@ -76,7 +76,9 @@ class Model:
             LayerSpec.attention(name, num_kv_heads=HEADS, head_size=HEAD_SIZE)
             for name in self.names
         )
-        self.tensors = [torch.zeros(shape, dtype=torch.bfloat16) for _ in self.names]
+        # One allocation for all layers, as the engine makes it.
+        backing = torch.zeros((layers, *shape), dtype=torch.bfloat16)
+        self.tensors = [backing[layer] for layer in range(layers)]
         self.caches = {
             name: CacheView.of(tensor.permute(order), layout, BLOCK_SIZE)
             for name, tensor in zip(self.names, self.tensors, strict=True)

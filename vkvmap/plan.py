@@ -233,11 +233,13 @@ def _storages(mappings: Mappings, caches: Mapping[str, Any]) -> list[tuple[int, 
 
 
 def _watched(mappings: Mappings, caches: Mapping[str, Any]) -> tuple[_Watched, ...]:
-    return tuple(
-        _Watched(name, tensor.owner, tensor.address)
-        for name in mappings.by_layer
-        for tensor in _tensors(caches[name])
-    )
+    """One tensor of each allocation: engines keep all layers in one, and it goes as a whole."""
+    by_storage: dict[tuple[int, int], _Watched] = {}
+    for name in mappings.by_layer:
+        for tensor in _tensors(caches[name]):
+            watched = _Watched(name, tensor.owner, tensor.address)
+            by_storage.setdefault(tensor.storage, watched)
+    return tuple(by_storage.values())
 
 
 def _ids(values: Any, group: str, what: str) -> NDArray[np.int64]:
