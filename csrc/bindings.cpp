@@ -312,8 +312,6 @@ py::dict counters(Engine& engine) {
   return by_direction;
 }
 
-double seconds_of(const std::optional<double>& timeout) { return timeout ? *timeout : -1; }
-
 uint32_t lane_mask(const std::vector<std::string>& lanes) {
   uint32_t mask = 0;
   for (const std::string& lane : lanes) mask |= 1u << static_cast<uint32_t>(lane_of(lane));
@@ -382,8 +380,7 @@ PYBIND11_MODULE(_C, module) {
            }, py::arg("plan"), py::arg("timeout") = py::none())
       .def("cancel_pending", &Engine::cancel_pending, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", [](Engine& e, bool drain, std::optional<double> timeout) {
-             py::gil_scoped_release released;
-             return e.shutdown(drain, seconds_of(timeout));
+             return wait_with_signals(timeout, [&](double s) { return e.shutdown(drain, s); });
            }, py::arg("drain") = true, py::arg("timeout") = py::none())
       .def("counters", &counters)
       .def("reports_dropped", &Engine::reports_dropped)

@@ -835,6 +835,10 @@ bool Engine::shutdown(bool drain, double seconds) {
     stalled_lanes_ = 0;
     copy_work_.notify_all();
     for (auto& signal : lane_work_) signal.notify_all();
+  }
+  announce(ended);  // whoever waits for a cancelled job need not wait for the rest
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
     all_ended = wait_for(idle_, lock, seconds, [this] { return num_live_ == 0; });
     if (all_ended) {
       stopping_ = true;
@@ -844,7 +848,6 @@ bool Engine::shutdown(bool drain, double seconds) {
       threads.swap(threads_);
     }
   }
-  announce(ended);
   for (std::thread& thread : threads) thread.join();
   reap();
   return all_ended;

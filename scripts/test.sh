@@ -23,7 +23,7 @@ lane_lint() {
 }
 lane_core() {
   "$venv/bin/python" -m pytest -q -n "${VKVMAP_JOBS:-2}" tests \
-    -m "not cuda and not store and not fuzz and not packaging and not vllm"
+    -m "not cuda and not gpu and not store and not fuzz and not packaging and not vllm"
 }
 lane_sanitizers() { tests/native/run_sanitizers.sh; }
 lane_cuda() { VKVMAP_TEST_CUDA=1 "$venv/bin/python" -m pytest -q -n "${VKVMAP_JOBS:-2}" tests -m cuda; }

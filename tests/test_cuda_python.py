@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -100,6 +101,27 @@ def test_registration_covers_the_region_in_ranges_that_meet_on_pages(
         assert (covered == 1).all()
         strides = {address: stride for address, _, stride in pinning.pieces}
         assert strides[region.section("shared").address] == region.section("shared").row_stride
+
+
+def test_a_region_keeps_its_registration_until_it_is_closed(
+    registering_gpu: type[FakeNative],
+) -> None:
+    region = a_region()
+    cuda.pin(region)
+    gc.collect()
+    assert region.pinned
+    assert [native.released for native in FakeNative.made] == [0]
+    region.close()
+    assert not region.pinned
+    assert [native.released for native in FakeNative.made] == [1]
+
+
+def test_a_released_registration_leaves_the_region_pageable(
+    registering_gpu: type[FakeNative],
+) -> None:
+    with a_region() as region:
+        cuda.pin(region).release()
+        assert not region.pinned
 
 
 def test_if_one_rank_cannot_pin_every_rank_rolls_back_once(

@@ -163,7 +163,6 @@ def test_svg_and_html_are_well_formed_and_hold_the_words() -> None:
 
 
 def test_files_are_written_by_their_suffix(tmp_path: Path) -> None:
-    pytest.importorskip("PIL")
     for suffix, magic in (("svg", b"<svg"), ("html", b"<!doctype"), ("png", b"\x89PNG")):
         file = tmp_path / f"page.{suffix}"
         write(picture("tp=2"), file)

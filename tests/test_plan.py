@@ -144,7 +144,7 @@ def test_mappings_and_caches_must_name_the_same_layers() -> None:
     with Region.create([Section("0", 2, 32)], backing="private") as region:
         with pytest.raises(PlanError, match="has a mapping but no cache"):
             TransferPlan(mappings, {}, region)
-        with pytest.raises(PlanError, match="at another address"):
+        with pytest.raises(PlanError, match="has a cache but no mapping"):
             TransferPlan(mappings, caches | {"other": caches["layer"]}, region)
         nothing = derive_canonical_mappings(
             mappings.layers, caches, RankGrid(tp=2, world_size=3), 0

@@ -151,7 +151,7 @@ def test_a_layer_that_cannot_be_certified_is_refused_before_anything_starts() ->
 
 
 def test_a_rank_that_fails_is_named() -> None:
-    with pytest.raises(RoundTripError, match="store: stage 0, rank 0: .*levitation"):
+    with pytest.raises(RoundTripError, match=r"store: stage 0, rank 0: .*levitation"):
         run(_job(SMALL, "tp=1", "tp=1", mover="levitation"))
 
 
@@ -326,7 +326,6 @@ def test_a_device_that_is_not_there_is_said(
 
 
 def test_a_device_twin_is_what_transfers_see() -> None:
-    pytest.importorskip("torch")
     cache = Cache(RankTask(_job(SMALL, "tp=2", "tp=1"), True, 0, 0, -1))
     cache.twin = DeviceTwin(cache.memory, "cpu")
     assert cache.twin.address != cache.memory.ctypes.data

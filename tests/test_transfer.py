@@ -28,7 +28,7 @@ from vkvmap import (
     TransferPlan,
     derive_canonical_mappings,
 )
-from vkvmap.errors import PlanError, RegionError, StalePlanError
+from vkvmap.errors import PlanError, RefusedError, RegionError, StalePlanError
 from vkvmap.sections import sections_for
 from vkvmap.transfer import Engine, Job
 
@@ -366,7 +366,8 @@ def test_a_plan_of_another_cache_is_refused() -> None:
 
 
 def test_a_torch_cache_that_is_freed_under_the_plan_is_noticed() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     tensor = torch.zeros((4, 2, 4, 1, 8), dtype=torch.uint8)
     table = LayerTable([LayerSpec.attention("a", num_kv_heads=1, head_size=8, elem=1)])
     caches = {"a": CacheView.of(tensor, "split_nhd", 4)}
@@ -420,3 +421,19 @@ def test_an_unknown_mover_is_refused_before_the_first_transfer() -> None:
     with Region.create(sections_for(mappings, TOKENS, 4), backing="private") as region:
         with pytest.raises(PlanError, match="'fastest'"):
             TransferPlan(mappings, caches, region, chunk_tokens=TOKENS, mover="fastest")
+
+
+def test_a_rebuild_that_cannot_be_leaves_the_plan_as_it_is() -> None:
+    spec = LayerSpec.attention("a", num_kv_heads=4, head_size=8, elem=1)
+    array = np.zeros((6, 2, 4, 4, 8), dtype=np.uint8)
+    caches = {"a": CacheView.of(array, "split_nhd", 4)}
+    mappings = derive_canonical_mappings(LayerTable([spec]), caches, RankGrid(), 0)
+    with Region.create(sections_for(mappings, 4, 4), backing="private") as region:
+        with TransferPlan(mappings, caches, region) as plan:
+            fewer_heads = np.zeros((6, 2, 4, 3, 8), dtype=np.uint8)
+            with pytest.raises(RefusedError, match="3, 4 expected"):
+                plan.rebuild({"a": CacheView.of(fewer_heads, "split_nhd", 4)})
+            other_blocks = np.zeros((6, 2, 8, 4, 8), dtype=np.uint8)
+            with pytest.raises(PlanError):
+                plan.rebuild({"a": CacheView.of(other_blocks, "split_nhd", 8)})
+            plan.store(([0], [0])).check()

@@ -141,14 +141,14 @@ def pin(
     driver's, on the calling thread.
 
     Args:
-        region: what to register; `region.pinned` becomes the outcome.
+        region: what to register; it keeps the registration, and `region.pinned` is the outcome.
         max_piece_bytes: longest registration; pieces end on rows.
         agree: called once with whether this rank succeeded; returns whether all ranks did (an
             all-reduce with `min`). If not, this rank's registration is rolled back: ranks that
             share a region must not differ in speed by an order of magnitude.
 
     Returns:
-        The registration. Keep it, and release it before the region is closed.
+        The registration. It is released when the region is closed, or before that by `release`.
     """
     reason = why_not()
     native = None
@@ -162,8 +162,9 @@ def pin(
     if reason:
         native = None
         logger.warning("the region stays pageable: %s", reason)
-    region.pinned = not reason
-    return Pinning(native, reason)
+    pinning = Pinning(native, reason)
+    region.registration = pinning
+    return pinning
 
 
 def _ranges(region: Region) -> list[tuple[int, int, int]]:

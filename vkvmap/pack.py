@@ -200,7 +200,7 @@ def boxes_in_memory(runs: Iterable[CopyRun], addressing: PageAddressing) -> tupl
         )
         for run in runs
     ]
-    if addressing.is_contiguous and addressing.boxes[0].right == 0:
+    if addressing.is_contiguous:
         return folded(sorted(boxes, key=lambda box: box.right))
     return composed(boxes, addressing.boxes)
 

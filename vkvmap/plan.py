@@ -205,10 +205,12 @@ def _check_caches(mappings: Mappings, caches: Mapping[str, Any]) -> None:
             raise PlanError(f"layer {name!r} has a mapping but no cache; pass the same caches")
     for name, cache in caches.items():
         known = mappings.addressing.get(name)
+        if known is None:
+            raise PlanError(f"layer {name!r} has a cache but no mapping; derive with these caches")
         address = min(tensor.address for tensor in _tensors(cache))
         # An opaque row begins at its lowest layer, which may be another one.
-        shared = known is not None and not mappings.by_layer[name].certified
-        if known is None or (known.base > address if shared else known.base != address):
+        shared = not mappings.by_layer[name].certified
+        if known.base > address if shared else known.base != address:
             raise PlanError(
                 f"layer {name!r}: the mappings were derived for a cache at another address; derive "
                 "again for this one"

@@ -48,7 +48,9 @@ class PageAddressing:
     @property
     def is_contiguous(self) -> bool:
         """Whether a page is one piece of memory in page order."""
-        return len(self.boxes) == 1 and self.boxes[0].fragment == self.page_bytes
+        first = self.boxes[0]
+        whole = first.fragment == self.page_bytes
+        return len(self.boxes) == 1 and whole and first.left == first.right == 0
 
     @property
     def extent(self) -> int:

@@ -90,7 +90,8 @@ class Region:
         nbytes: bytes of the whole mapping, which is what was allocated.
         sections: the sections in order.
         backing: ``"memfd"``, ``"private"``, ``"file"`` or ``"buffer"``.
-        pinned: set by whoever registers the memory with a device.
+        registration: the memory's registration with a device, kept by whoever made it
+            (`vkvmap.cuda.pin`); it ends with the region at the latest.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Region:
         self.nbytes = int(self._bytes.nbytes)
         self._sections = {view.name: view for view in located(sections, self.address)}
         self.backing = backing
-        self.pinned = False
+        self.registration: Any = None
 
     # ---- making one ---------------------------------------------------------------------------
 
@@ -319,6 +320,11 @@ class Region:
         """Whether the region is open; a plan asks before it touches an address."""
         return self._bytes is not None
 
+    @property
+    def pinned(self) -> bool:
+        """Whether the memory is registered with a device."""
+        return self.registration is not None and bool(self.registration.pinned)
+
     def hold(self, holder: Any) -> None:
         """Make `close` refuse while `holder` (a plan, a store) lives, or until `release`."""
         self._holders.add(holder)
@@ -342,6 +348,8 @@ class Region:
             raise RegionError(
                 f"{len(self._holders)} plans or stores still use this region; close them first"
             )
+        if self.registration is not None and not len(self._holders):
+            self.registration.release()  # before the memory goes, and with no transfer on it
         self._bytes = None
         if self._server is not None:
             self._server.close()

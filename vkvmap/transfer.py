@@ -22,8 +22,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vkvmap import _C
@@ -193,29 +193,29 @@ class Engine:
             RuntimeError: the engine has been shut down, or belongs to the parent process.
         """
         chosen = self.choose_mover(plan, direction) if mover == "auto" else mover
+        arguments = (plan, direction, groups if isinstance(groups, list) else list(groups))
+        options: dict[str, Any] = {
+            "expedited": expedited,
+            "layers": layers,
+            "progress": progress,
+            "progress_value": progress_value,
+            "tag": tag,
+            "mover": chosen,
+            "stream": _stream_handle(stream),
+            "report": report,
+            "notify": callback is not None,
+            "keep": keep,
+        }
         try:
             with self._range(DIRECTIONS[direction]):
-                native = self._native.submit(
-                    plan,
-                    direction,
-                    groups if isinstance(groups, list) else list(groups),
-                    expedited=expedited,
-                    layers=layers,
-                    progress=progress,
-                    progress_value=progress_value,
-                    tag=tag,
-                    mover=chosen,
-                    stream=_stream_handle(stream),
-                    report=report,
-                    notify=callback is not None,
-                    keep=keep,
-                )
+                if callback is None:
+                    return Job(self._native.submit(*arguments, **options), self)
+                with self._callbacks.adding(callback) as add:
+                    job = Job(self._native.submit(*arguments, **options), self)
+                    add(job)
+                return job
         except ValueError as error:
             raise PlanError(str(error)) from None
-        job = Job(native, self)
-        if callback is not None:
-            self._callbacks.add(job, callback)
-        return job
 
     def finished(self, lane: str) -> list[Job]:
         """Jobs of a lane that have ended since the last call, in the order of their submission.
@@ -294,8 +294,11 @@ class _Callbacks:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def add(self, job: Job, callback: Callable[[Job], object]) -> None:
-        with self._lock:
+    @contextmanager
+    def adding(self, callback: Callable[[Job], object]) -> Iterator[Callable[[Job], None]]:
+        """Submit within; the thread does not look for ended jobs until the new one is listed."""
+
+        def add(job: Job) -> None:
             self._waiting[job.id] = (job, callback)
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -303,6 +306,9 @@ class _Callbacks:
                 )
                 self._thread.start()
                 self._running.add(self)
+
+        with self._lock:
+            yield add
 
     def close(self) -> None:
         """Call back for everything that has ended, then end the thread."""
@@ -322,7 +328,7 @@ class _Callbacks:
                 self._early.discard(job.id)
                 try:
                     callback(job)
-                except Exception:
+                except BaseException:  # one callback's exit must not be the end of the others
                     logger.exception("the callback of %r raised", job)
             if closed and not ready:
                 return

@@ -208,14 +208,17 @@ class TransferPlan:
 
         Args:
             caches: the same layers at their new addresses.
-            mappings: mappings derived for `caches`.
+            mappings: mappings derived for `caches`; otherwise they are derived again, and strictly
+                so if this plan's had no refusals.
+
+        Raises:
+            PlanError, RefusedError: there is no such plan; this one stays as it is.
         """
         old = self._source
         fresh = mappings or derive_canonical_mappings(
-            old.layers, caches, old.grid, old.rank, family=old.family
+            old.layers, caches, old.grid, old.rank, family=old.family, strict=not old.refusals
         )
-        self.close()
-        return TransferPlan(
+        plan = TransferPlan(
             fresh,
             caches,
             self._packed.region,
@@ -224,14 +227,18 @@ class TransferPlan:
             writers=self._writers,
             engine=self.engine,
         )
+        self.close()
+        return plan
 
     def close(self) -> None:
         """Wait for this plan's transfers and let go of cache and region. Idempotent."""
         if not self._closed:
             self._closed = True
             self._packed.invalidate("it is closed")
-            self.engine.drain(self._packed.native)
-            self._packed.release()
+            try:
+                self.engine.drain(self._packed.native)
+            finally:  # a forked child cannot wait for its parent's threads, and need not
+                self._packed.release()
 
     def __enter__(self) -> TransferPlan:
         return self

@@ -222,9 +222,8 @@ def _prepare(device: str, engine: Engine, region: Region) -> Any:
     stride = region.sections[0].row_stride
     rows = [Section("rows", region.nbytes // stride, stride, stride)]
     whole = Region.from_buffer(region.address, region.nbytes, region.view, rows)
-    pinning = cuda.pin(whole, agree=_all_agree)
-    region.pinned = pinning.pinned
-    region.vkvmap_pinning = pinning  # type: ignore[attr-defined]  # lives as long as the region
+    region.registration = cuda.pin(whole, agree=_all_agree)
+    whole.registration = None  # it belongs to the region now, which outlives this view of it
     engine.choose_mover = calibrate.choose_mover
     return lambda: torch.cuda.current_stream()
 
