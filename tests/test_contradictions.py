@@ -443,3 +443,10 @@ def test_the_extent_of_a_page_reaches_to_its_last_piece() -> None:
     caches = {"x": CacheView.of(row, mixed, 4)}
     mappings = derive_canonical_mappings(LayerTable([index]), caches, RankGrid(), 0, strict=True)
     assert mappings.addressing["x"].extent == 32
+
+
+def test_a_layer_with_tokens_needs_a_block_size() -> None:
+    view = CacheView.of(np.zeros((2, 4, 8), np.uint8), "mla")
+    table = LayerTable([LayerSpec.mla("x", row_bytes=8)])
+    refusal = derive_canonical_mappings(table, {"x": view}, RankGrid(), 0).refusals[0]
+    assert (refusal.rule, refusal.seen) == ("layout", "block_size is 0 for a layer with tokens")
