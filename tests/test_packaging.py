@@ -55,6 +55,17 @@ def distributions(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return {"sdist": next(out.glob("*.tar.gz")), "wheel": next(out.glob("*.whl"))}
 
 
+def interpreter(version: str) -> str | None:
+    """A working Python of this version: on the path, or one that pyenv manages."""
+    managed = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
+    candidates = [shutil.which(f"python{version}"), *managed.glob(f"{version}.*/bin/python")]
+    for candidate in filter(None, candidates):
+        said = subprocess.run([str(candidate), "--version"], capture_output=True, text=True)
+        if said.returncode == 0 and f"Python {version}." in said.stdout:
+            return str(candidate)
+    return None
+
+
 def fresh(folder: Path, wheel: Path, *, python: str = sys.executable, torch: bool = False) -> Path:
     """A new environment with the wheel; its interpreter."""
     if python == sys.executable:
@@ -113,8 +124,8 @@ def test_the_wheel_works_in_a_fresh_environment(
 
 @pytest.mark.parametrize("version", ["3.10", "3.12", "3.13"])
 def test_other_pythons_build_and_run_it(source: Path, tmp_path: Path, version: str) -> None:
-    python = shutil.which(f"python{version}")
-    if python is None or subprocess.run([python, "--version"], capture_output=True).returncode:
+    python = interpreter(version)
+    if python is None:
         pytest.skip(f"no Python {version} on this machine")
     run(
         python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, source,
@@ -139,7 +150,7 @@ def test_built_without_a_cuda_compiler_it_is_whole_but_for_cuda_and_says_so(
         cwd=tmp_path,
     )
     assert said.startswith("False")
-    assert "without CUDA" in said
+    assert "without a CUDA compiler" in said
     assert "75" in run(python.parent / "vkvmap", "conformance", CASES, cwd=tmp_path)
 
 
