@@ -66,8 +66,7 @@ void Space::add_readers(const Cell& cell, uint64_t oldest_live, Dependencies& de
   }
 }
 
-void Space::note_reader(Cell& cell, uint64_t seq, uint64_t oldest_live, Dependencies& deps) {
-  if (cell.readers == 0) cell.first_reader = seq;
+void Space::add_reader(Cell& cell, uint64_t seq, uint64_t oldest_live, Dependencies& deps) {
   uint64_t distance = seq - cell.first_reader;
   if (distance >= 64) {
     // The window of 64 submissions moves on. A reader that falls out of it while still at work is

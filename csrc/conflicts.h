@@ -110,7 +110,15 @@ class Space {
   }
   void grow(uint64_t chunk);
   static void add_readers(const Cell& cell, uint64_t oldest_live, Dependencies& deps);
-  static void note_reader(Cell& cell, uint64_t seq, uint64_t oldest_live, Dependencies& deps);
+  static void note_reader(Cell& cell, uint64_t seq, uint64_t oldest_live, Dependencies& deps) {
+    if (cell.readers == 0 || cell.first_reader + 63 < oldest_live) {  // none that is still at work
+      cell.first_reader = seq;
+      cell.readers = 1;
+    } else {
+      add_reader(cell, seq, oldest_live, deps);
+    }
+  }
+  static void add_reader(Cell& cell, uint64_t seq, uint64_t oldest_live, Dependencies& deps);
 
   std::vector<std::unique_ptr<Cell[]>> chunks_;
   std::vector<Area> areas_;

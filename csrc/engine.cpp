@@ -6,10 +6,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <sstream>
 #include <stdexcept>
 
-#include "tile.h"
+#include "refuse.h"
 
 namespace vkvmap {
 namespace {
@@ -18,8 +17,6 @@ namespace {
 constexpr uint64_t kSmallestSlice = 128 * 1024;
 // Of a job that publishes progress, on movers that would carry it in one go.
 constexpr uint64_t kProgressSlice = uint64_t{16} << 20;
-// How far ahead of a walk over ids their cells are asked for.
-constexpr size_t kCellsAhead = 12;
 // Reports that nobody collects are kept up to here per lane; then the oldest go, and are counted.
 // Callers that only ever wait for their jobs never collect: 4096 cost them 5 MiB for good.
 constexpr size_t kMaxReports = size_t{1} << 12;
@@ -27,18 +24,6 @@ constexpr size_t kMaxReports = size_t{1} << 12;
 double now() {
   using Clock = std::chrono::steady_clock;
   return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
-}
-
-template <typename... Parts>
-std::string text(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
-}
-
-template <typename... Parts>
-[[noreturn]] void refuse(const Parts&... parts) {
-  throw std::invalid_argument(text(parts...));
 }
 
 // Waits on a condition for `seconds`, or without limit if negative.
@@ -175,14 +160,8 @@ JobPtr Engine::submit(const SubmitRequest& request) {
 
   JobPtr job = owned_by_this_process(new Job);
   std::lock_guard<std::mutex> submit_lock(submit_mutex_);
-  const std::vector<GroupSpaces>& spaces = conflicts_.spaces_of(request.plan);
-  check_ids(request, spaces);
-
   Transfer& transfer = job->transfer_;
-  transfer.plan = request.plan;
-  transfer.direction = request.direction;
-  transfer.expedited = request.expedited;
-  build(request, transfer);
+  transfer = intake_.read(request);
   if (transfer.num_units != 0) {
     transfer.state = plan.mover_state(mover);
     transfer.ticket = mover.admit(transfer, request.stream);
@@ -210,13 +189,6 @@ JobPtr Engine::submit(const SubmitRequest& request) {
         progress->left[plan.layers()[list.first_layer + l].layer_id] += list.num_pairs;
       }
     }
-    // A layer of which nothing moves is in place already.
-    for (const LayerEntry* e = plan.layers(); e < plan.layers() + plan.header().num_layers; ++e) {
-      const bool wanted = e->layer_id >= request.layers.first && e->layer_id < request.layers.end;
-      if (!wanted || progress->left[e->layer_id] != 0) continue;
-      __atomic_store_n(&request.progress.words[e->layer_id], request.progress.value,
-                       __ATOMIC_RELEASE);
-    }
     job->progress_ = std::move(progress);
   }
   {
@@ -225,184 +197,30 @@ JobPtr Engine::submit(const SubmitRequest& request) {
     start_threads(mover.waits());
   }
   job->seq_ = next_seq_++;
-  deps_.clear();
-  if (transfer.num_units != 0) note_uses(request, spaces, job->seq_);
+  const std::vector<uint64_t>& overlaps =
+      intake_.note(request, transfer, job->seq_, oldest_live_.load(std::memory_order_acquire));
   job->submitted_at_ = now();
-  enqueue(job);
+  enqueue(job, overlaps, request);
   return job;
 }
 
-// Reads the caller's arrays once: what is checked here is what is moved later.
-void Engine::check_ids(const SubmitRequest& request, const std::vector<GroupSpaces>& spaces) {
-  const Plan& plan = *request.plan;
-  const bool load = request.direction == Direction::Load;
-  const char* verb = direction_name(request.direction);
-  if (request.layers.first > request.layers.end) {
-    refuse(verb, ": layers [", request.layers.first, ", ", request.layers.end,
-           ") is not a range; pass (first, end) with first <= end");
-  }
-  if (request.progress.words && request.progress.count <= plan.max_layer_id()) {
-    refuse(verb, ": progress has ", request.progress.count, " words, but the plan's layers count to ",
-           plan.max_layer_id(), "; pass one uint32 per layer of the layer table");
-  }
-  if (ids_.size() < request.groups.size()) ids_.resize(request.groups.size());
-  uint64_t shared_token = 0;
-  for (size_t g = 0; g < request.groups.size(); ++g) {
-    const GroupIds& list = request.groups[g];
-    std::vector<BlockId>& ids = ids_[g];
-    ids.clear();
-    if (list.group >= plan.groups().size()) {
-      refuse(verb, ": group ", list.group, " does not exist; the plan has groups 0 to ",
-             plan.groups().size(), " (exclusive)");
-    }
-    for (size_t other = 0; other < g; ++other) {
-      if (request.groups[other].group == list.group) {
-        refuse(verb, ": group ", list.group, " is listed twice; pass one list per group");
-      }
-    }
-    const GroupInfo& info = plan.groups()[list.group];
-    if (info.classes.empty()) continue;  // its layers live on another pipeline stage
-    auto name = [&] {
-      const LayerClass& c = plan.classes()[info.classes.front()];
-      return text(verb, ": group ", list.group, " (",
-                  plan.layer_name(plan.layers()[c.first_layer].layer_id), ", ...)");
-    };
-    const GroupSpaces& space = spaces[list.group];
-    const bool shared = load ? space.blocks_shared : space.pages_shared;
-    if (shared && shared_token == 0) shared_token = next_token_++;
-    const uint64_t token = shared ? shared_token : next_token_++;
-    Space& destinations = load ? *space.blocks : *space.pages;
-    ids.reserve(list.count);
-    for (size_t i = 0; i < list.count; ++i) {
-      if (i + kCellsAhead < list.count) {
-        destinations.prefetch(
-            static_cast<uint64_t>(load ? list.blocks[i + kCellsAhead] : list.pages[i + kCellsAhead]));
-      }
-      const uint64_t block = static_cast<uint64_t>(list.blocks[i]);
-      const uint64_t page = static_cast<uint64_t>(list.pages[i]);
-      if (block >= info.num_blocks) {
-        refuse(name(), ", index ", i, ": block ", static_cast<int64_t>(block), " is not in [0, ",
-               info.num_blocks, "), the blocks of the cache; pass ids of the cache this plan is for");
-      }
-      if (page >= info.num_pages) {
-        refuse(name(), ", index ", i, ": page ", static_cast<int64_t>(page), " is not in [0, ",
-               info.num_pages, "), the canonical pages of the region; pass chunk * ",
-               info.pages_per_row, " + page");
-      }
-      if (!destinations.claim(load ? block : page, token)) {
-        refuse(name(), ", index ", i, ": ", load ? "block " : "page ", load ? block : page,
-               " is a destination twice in one transfer; list each destination once");
-      }
-      ids.push_back({block, page});
-    }
-  }
-}
-
-void Engine::build(const SubmitRequest& request, Transfer& transfer) const {
-  const Plan& plan = *request.plan;
-  const bool store = request.direction == Direction::Store;
-  const bool by_layer = request.progress.words != nullptr;
-  const LayerRange& wanted = request.layers;
-  for (size_t g = 0; g < request.groups.size(); ++g) {
-    const GroupInfo& info = plan.groups()[request.groups[g].group];
-    const std::vector<BlockId>& ids = ids_[g];
-    if (ids.empty()) continue;
-    std::vector<std::pair<Election, size_t>> built;  // which of transfer.pairs
-    for (uint32_t k : info.classes) {
-      const LayerClass& c = plan.classes()[k];
-      if (plan.page_bytes(c, request.direction) == 0) continue;
-      const Election election = store ? Election{c.num_writers, c.writer_index} : Election{1, 0};
-      auto found = std::find_if(built.begin(), built.end(),
-                                [&](const auto& entry) { return entry.first == election; });
-      if (found == built.end()) {
-        std::vector<BlockPair> pairs;
-        pairs.reserve(ids.size() / election.num_writers + 1);
-        for (const BlockId& id : ids) {
-          if (election.num_writers > 1 &&
-              !is_elected(id.page, election.num_writers, election.writer_index)) {
-            continue;
-          }
-          pairs.push_back(make_pair(id.block, id.page, info.pages_per_row));
-        }
-        transfer.pairs.push_back(std::move(pairs));
-        built.emplace_back(election, transfer.pairs.size() - 1);
-        found = std::prev(built.end());
-      }
-      const std::vector<BlockPair>& pairs = transfer.pairs[found->second];
-      if (pairs.empty()) continue;
-      for (uint32_t l = c.first_layer; l < c.first_layer + c.num_layers; ++l) {
-        const uint32_t layer_id = plan.layers()[l].layer_id;
-        if (layer_id < wanted.first || layer_id >= wanted.end) continue;
-        const bool extends = !by_layer && !transfer.lists.empty() &&
-                             transfer.lists.back().class_index == k &&
-                             transfer.lists.back().first_layer + transfer.lists.back().num_layers == l;
-        if (extends) {
-          ++transfer.lists.back().num_layers;
-        } else {
-          transfer.lists.push_back({k, l, 1, pairs.size(), pairs.data(), 0});
-        }
-      }
-    }
-  }
-  if (by_layer) {  // whoever waits for layers waits for them in the model's order
-    std::stable_sort(transfer.lists.begin(), transfer.lists.end(),
-                     [&](const WorkList& a, const WorkList& b) {
-                       return plan.layers()[a.first_layer].layer_id <
-                              plan.layers()[b.first_layer].layer_id;
-                     });
-  }
-  for (WorkList& list : transfer.lists) {
-    const LayerClass& c = plan.classes()[list.class_index];
-    const uint64_t units = list.num_layers * list.num_pairs;
-    list.first_unit = transfer.num_units;
-    transfer.num_units += units;
-    transfer.bytes += units * plan.page_bytes(c, request.direction);
-    transfer.fragments += units * plan.page_fragments(c, request.direction);
-  }
-}
-
-void Engine::note_uses(const SubmitRequest& request, const std::vector<GroupSpaces>& spaces,
-                       uint64_t seq) {
-  const Plan& plan = *request.plan;
-  const bool store = request.direction == Direction::Store;
-  const uint64_t oldest = oldest_live_.load(std::memory_order_acquire);
-  for (size_t g = 0; g < request.groups.size(); ++g) {
-    if (ids_[g].empty()) continue;
-    const GroupInfo& info = plan.groups()[request.groups[g].group];
-    Space& blocks = *spaces[request.groups[g].group].blocks;
-    Space& pages = *spaces[request.groups[g].group].pages;
-    blocks.use(seq, !store, oldest, deps_);
-    pages.use(seq, store, oldest, deps_);
-    const std::vector<BlockId>& ids = ids_[g];
-    for (size_t i = 0; i < ids.size(); ++i) {
-      const BlockId id = ids[i];
-      if (i + kCellsAhead < ids.size()) {
-        blocks.prefetch(ids[i + kCellsAhead].block);
-        pages.prefetch(ids[i + kCellsAhead].page);
-      }
-      if (store) {
-        const bool moved = std::any_of(
-            info.elections.begin(), info.elections.end(), [&](const Election& election) {
-              return is_elected(id.page, election.num_writers, election.writer_index);
-            });
-        if (!moved) continue;
-        blocks.read(id.block, seq, oldest, deps_);
-        pages.write(id.page, seq, oldest, deps_);
-      } else {
-        pages.read(id.page, seq, oldest, deps_);
-        blocks.write(id.block, seq, oldest, deps_);
-      }
-    }
-  }
-}
-
-void Engine::enqueue(const JobPtr& job) {
+void Engine::enqueue(const JobPtr& job, const std::vector<uint64_t>& overlaps,
+                     const SubmitRequest& request) {
   std::vector<JobPtr> ended;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) throw std::runtime_error("engine: it has been shut down; make a new one");
+    if (job->progress_) {  // a layer of which nothing moves is in place already
+      const Plan& plan = *job->plan_;
+      for (const LayerEntry* e = plan.layers(); e < plan.layers() + plan.header().num_layers; ++e) {
+        const bool wanted = e->layer_id >= request.layers.first && e->layer_id < request.layers.end;
+        if (!wanted || job->progress_->left[e->layer_id] != 0) continue;
+        __atomic_store_n(&request.progress.words[e->layer_id], request.progress.value,
+                         __ATOMIC_RELEASE);
+      }
+    }
     while (live_first_ + live_.size() < job->seq_) live_.push_back(nullptr);
-    for (uint64_t seq : deps_.sorted_unique()) {
+    for (uint64_t seq : overlaps) {
       if (seq < live_first_ || !live_[seq - live_first_]) continue;
       live_[seq - live_first_]->dependents_.push_back(job);
       ++job->dependencies_;
@@ -642,7 +460,7 @@ void Engine::make_ready(const JobPtr& job) {
   job->queued_ = true;
   if (crew != 0) {
     lane_work_[lane].notify_one();
-  } else if (idle_copiers_ > 0) {
+  } else if (idle_copiers_ > 0 && has_slice(crew)) {
     copy_work_.notify_one();
   }
 }

@@ -8,8 +8,8 @@
 // What must stay true:
 //  * a job starts when all earlier jobs that it overlaps with (conflicts.h) are finished; a
 //    cancelled job keeps its place in that order, so that nobody overtakes through it;
-//  * whatever a job points to (plan, ids, the caller's `keep`) outlives its last byte, and is let go
-//    on a thread that calls into the engine, never on a worker: dropping it may need Python;
+//  * whatever a job points to (plan, ids, the caller's `keep`) outlives its last byte; `keep` is let
+//    go on a thread that calls into the engine, never on a worker, for dropping it may need Python;
 //  * workers belong to the process that started them: after fork() the child's copy of an engine
 //    refuses to be used, and its destruction touches no thread.
 #pragma once
@@ -26,47 +26,13 @@
 #include <thread>
 #include <vector>
 
-#include "conflicts.h"
+#include "intake.h"
 #include "mover.h"
 
 namespace vkvmap {
 
 enum class Lane : uint8_t { Store = 0, Load = 1, Expedited = 2 };
 constexpr size_t kNumLanes = 3;
-
-struct GroupIds {
-  uint32_t group;
-  const int64_t* blocks;
-  const int64_t* pages;
-  size_t count;
-};
-
-struct LayerRange {  // of layer ids, half open
-  uint32_t first = 0;
-  uint32_t end = UINT32_MAX;
-};
-
-// Where a transfer says, per layer id, that the last byte of that layer is in place.
-struct ProgressWords {
-  uint32_t* words = nullptr;  // one per layer id; null: not asked for
-  uint64_t count = 0;
-  uint32_t value = 1;  // written with release order
-};
-
-struct SubmitRequest {
-  std::shared_ptr<const Plan> plan;
-  Direction direction = Direction::Store;
-  std::vector<GroupIds> groups;
-  bool expedited = false;  // loads only: ahead of everything else
-  LayerRange layers;
-  ProgressWords progress;
-  uint64_t tag = 0;  // the caller's, handed back
-  Mover* mover = nullptr;
-  uintptr_t stream = 0;  // what the mover's admit() gets
-  bool report = true;    // list it in finished()
-  bool notify = false;   // list it in wait_notified()
-  std::shared_ptr<void> keep;
-};
 
 constexpr size_t kMaxFailures = 4096;
 
@@ -204,10 +170,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
     uint64_t first = 0;
     uint64_t last = 0;
   };
-  struct BlockId {
-    uint64_t block;
-    uint64_t page;
-  };
   struct Fault {
     Direction direction;
     uint32_t layer_id;
@@ -221,11 +183,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   friend class Job;
 
   void check_usable() const;
-  void check_ids(const SubmitRequest& request, const std::vector<GroupSpaces>& spaces);
-  void build(const SubmitRequest& request, Transfer& transfer) const;
-  void note_uses(const SubmitRequest& request, const std::vector<GroupSpaces>& spaces,
-                 uint64_t seq);
-  void enqueue(const JobPtr& job);
+  void enqueue(const JobPtr& job, const std::vector<uint64_t>& overlaps,
+               const SubmitRequest& request);
   void start_threads(bool waits);
   void work(size_t crew);  // 0: copying threads; 1 + lane: the thread of that lane's device jobs
   ReadyQueue* next_queue(size_t crew);  // whose turn it is; null: nothing to do
@@ -249,10 +208,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Order of submission; held for the whole of submit().
   std::mutex submit_mutex_;
   uint64_t next_seq_ = 1;
-  uint64_t next_token_ = 1;
-  Conflicts conflicts_;
-  Dependencies deps_;
-  std::vector<std::vector<BlockId>> ids_;  // scratch: the ids of each list, copied once
+  Intake intake_;
   std::atomic<uint64_t> oldest_live_{1};
 
   // Everything below is under this mutex; copying happens outside it.

@@ -8,12 +8,11 @@
 #include <cstring>
 #include <map>
 #include <set>
-#include <sstream>
-#include <stdexcept>
 
 #include "checked.h"
 #include "fastdiv.h"
 #include "mover.h"
+#include "refuse.h"
 
 namespace vkvmap {
 namespace {
@@ -23,13 +22,6 @@ constexpr uint32_t kMaxLayerId = 1u << 20;
 constexpr uint64_t kMaxBlocks = uint64_t{1} << 32;
 constexpr uint64_t kMaxPages = uint64_t{1} << 36;
 constexpr const char* kRepack = "pack the descriptor with the vkvmap of this very build";
-
-template <typename... Parts>
-[[noreturn]] void refuse(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  throw std::invalid_argument(text.str());
-}
 
 struct Hex {
   uint64_t value;
