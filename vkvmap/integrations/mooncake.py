@@ -15,6 +15,7 @@ import mmap
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
@@ -236,11 +237,12 @@ class _Cluster:
         return {"staging_bytes": sum(staging.nbytes for staging in self._staging)}
 
     def close(self) -> None:
-        """Take registrations back; the client stays open."""
-        for staging in self._staging:
-            staging.close()
-        if self._region is not None:
-            self._client.unregister_buffer(self._region.address)
+        """Take registrations back, each whichever other fails; the client stays open."""
+        with ExitStack() as steps:
+            if self._region is not None:
+                steps.callback(self._client.unregister_buffer, self._region.address)
+            for staging in self._staging:
+                steps.callback(staging.close)
 
     def _buffers(
         self, chunk: ChunkFormat, header_bytes: int, payload: Bytes, *, always: bool = False

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -95,29 +96,15 @@ class SchedulerBoard:
     def __init__(self, engine_id: str, world_size: int, timeout: float = 60.0) -> None:
         deadline = time.monotonic() + timeout
         self._regions: list[Region] = []
-        cards = []
-        try:
-            for rank in range(world_size):
-                left = max(0.0, deadline - time.monotonic())
-                self._regions.append(Region.attach(_path(engine_id, rank), timeout=left))
-                cards.append(_read_card(self._regions[-1], rank, deadline))
-        except RegionError as error:
-            self.close()
-            raise EngineError(
-                f"worker {len(cards)} of {world_size} has not said what it set up: {error}. Look "
-                "for an earlier error in its log"
-            ) from error
-        for rank, card in enumerate(cards):
-            for key in sorted(cards[0].keys() - {"rank"}):
-                if card.get(key) != cards[0][key]:
-                    self.close()
-                    raise EngineError(
-                        f"workers disagree: {key} is {cards[0][key]!r} on worker 0 and "
-                        f"{card.get(key)!r} on worker {rank}; start all of them with the same "
-                        "model, options and vkvmap"
-                    )
-        self.card: Mapping[str, Any] = cards[0]
         self._seen = [0] * world_size
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            cards = [
+                self._join(engine_id, rank, world_size, deadline) for rank in range(world_size)
+            ]
+            _check_agreement(cards)
+            undo.pop_all()
+        self.card: Mapping[str, Any] = cards[0]
 
     def totals(self) -> dict[str, int]:
         """Counters, summed over workers."""
@@ -136,8 +123,33 @@ class SchedulerBoard:
         return jobs
 
     def close(self) -> None:
-        for region in self._regions:
-            region.close(force=True)
+        """Leave all boards, also where one of them cannot be left."""
+        with ExitStack() as steps:
+            for region in self._regions:
+                steps.callback(region.close, force=True)
+
+    def _join(self, engine_id: str, rank: int, world_size: int, deadline: float) -> dict[str, Any]:
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            region = Region.attach(_path(engine_id, rank), timeout=left)
+        except RegionError as error:
+            raise EngineError(
+                f"worker {rank} of {world_size} has not said what it set up: {error}. Look for an "
+                "earlier error in its log"
+            ) from error
+        self._regions.append(region)
+        return _read_card(region, rank, deadline)
+
+
+def _check_agreement(cards: Sequence[Mapping[str, Any]]) -> None:
+    for rank, card in enumerate(cards):
+        for key in sorted(cards[0].keys() - {"rank"}):
+            if card.get(key) != cards[0][key]:
+                raise EngineError(
+                    f"workers disagree: {key} is {cards[0][key]!r} on worker 0 and "
+                    f"{card.get(key)!r} on worker {rank}; start all of them with the same "
+                    "model, options and vkvmap"
+                )
 
 
 def _read_card(region: Region, rank: int, deadline: float) -> dict[str, Any]:

@@ -20,7 +20,7 @@ Ids = NDArray[np.int64]
 Pairs = dict[str, tuple[Ids, Ids]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class JobIds:
     """Reads the engine's block lists: `groups` in their order, `per_chunk` blocks to a row."""
 
@@ -40,14 +40,17 @@ class JobIds:
         """
         blocks = np.asarray(cache.block_ids, np.int64)
         rows = np.asarray(host.block_ids, np.int64)
-        sizes, firsts = cache.group_sizes, cache.block_indices
-        if len(sizes) != len(self.groups):
+        sizes = cache.group_sizes
+        if self.per_chunk == 1 and len(self.groups) == len(sizes) == 1:
+            if sizes[0] == len(blocks) == len(rows):
+                return {self.groups[0]: (blocks, rows)} if sizes[0] else {}
+        elif len(sizes) != len(self.groups):
             raise TransferError(
                 f"a job with {len(sizes)} groups of blocks; {list(self.groups)} were set up"
             )
         found: Pairs = {}
         block_at = row_at = 0
-        for group, size, first in zip(self.groups, sizes, firsts, strict=True):
+        for group, size, first in zip(self.groups, sizes, cache.block_indices, strict=True):
             if not size:
                 continue
             skip = first % self.per_chunk

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from vkvmap.integrations.vllm import metrics, versions
@@ -46,7 +47,6 @@ class VkvmapOffloadingSpec(_TieringSpec):  # type: ignore[misc]  # the engine ha
         )
         self._ours: Any = None
         self._our_manager: Manager | None = None
-        self._board: WorkerBoard | None = None
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,17 +75,17 @@ class VkvmapOffloadingSpec(_TieringSpec):  # type: ignore[misc]  # the engine ha
         region = versions.host_region(
             self.config.engine_id, parallel.rank, setup.rows.row_bytes, num_rows, prefault
         )
-        try:
+        with ExitStack() as undo:
+            undo.callback(region.cleanup)
             worker = make_worker(setup, self.options, region, num_rows)
-        except BaseException:
-            region.cleanup()
-            raise
+            undo.pop_all()  # the region is the worker's to release now
+            undo.callback(worker.shutdown)
+            worker.board = WorkerBoard(
+                self.config.engine_id, parallel.rank, _card(setup, num_rows, prefault)
+            )
+            undo.pop_all()
         # Older releases do not shut workers down when the engine ends in their own process.
         atexit.register(worker.shutdown)
-        self._board = WorkerBoard(
-            self.config.engine_id, parallel.rank, _card(setup, num_rows, prefault)
-        )
-        worker.board = self._board
         if parallel.rank == 0:
             logger.info(
                 "vkvmap: host region %s bytes: %s chunks of %s bytes; mover %s, %s threads",
@@ -102,32 +102,35 @@ class VkvmapOffloadingSpec(_TieringSpec):  # type: ignore[misc]  # the engine ha
     def get_manager(self) -> Any:
         """The engine's manager over the rows that the workers set up."""
         if self._our_manager is None:
-            board = SchedulerBoard(self.config.engine_id, self.config.parallel.world_size)
-            card = board.card
-            versions.set_rows(self, card["row_bytes"], card["num_rows"], card["prefault"])
-            self.config = versions.config_with(
-                self.config,
-                model=versions.config_with(
-                    self.config.model, dtype=f"{self.config.model.dtype}+vkvmap-{card['name']}"
-                ),
-                parallel=versions.config_with(
-                    self.config.parallel, is_parallelism_agnostic=card["shared"]
-                ),
-                # Tiers name their folders by these too; a pipeline stage knows its own only.
-                groups=tuple(
-                    versions.config_with(group, layer_names=tuple(names))
-                    for group, names in zip(self.config.groups, card["layers"], strict=True)
-                ),
-            )
-            try:
+            with ExitStack() as undo:
+                board = SchedulerBoard(self.config.engine_id, self.config.parallel.world_size)
+                undo.callback(board.close)
+                self._take_over(board.card)
                 inner = super().get_manager()
-            except BaseException:
-                board.close()
-                raise
-            self._our_manager = Manager(inner, board)
+                undo.callback(inner.shutdown)
+                self._our_manager = Manager(inner, board)
+                undo.pop_all()
             if self.connector is not None:
                 self.connector.vkvmap_manager = self._our_manager
         return self._our_manager
+
+    def _take_over(self, card: Mapping[str, Any]) -> None:
+        """Rows, names and layers as the workers' `card` has them."""
+        versions.set_rows(self, card["row_bytes"], card["num_rows"], card["prefault"])
+        self.config = versions.config_with(
+            self.config,
+            model=versions.config_with(
+                self.config.model, dtype=f"{self.config.model.dtype}+vkvmap-{card['name']}"
+            ),
+            parallel=versions.config_with(
+                self.config.parallel, is_parallelism_agnostic=card["shared"]
+            ),
+            # Tiers name their folders by these too; a pipeline stage knows its own only.
+            groups=tuple(
+                versions.config_with(group, layer_names=tuple(names))
+                for group, names in zip(self.config.groups, card["layers"], strict=True)
+            ),
+        )
 
 
 def _check_budget(extra_config: Mapping[str, Any]) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from vkvmap.errors import TransferError
@@ -33,7 +34,7 @@ from vkvmap.transfer_plan import TransferPlan
 _Worker: Any = versions.worker_class()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pending:
     """A job of the engine under way."""
 
@@ -43,7 +44,7 @@ class _Pending:
     started: float
     attempts: int = 0
     #: Set once it has ended: bytes moved, and why it failed (None if it did not).
-    outcome: tuple[int, str | None] | None = field(default=None)
+    outcome: tuple[int, str | None] | None = None
 
 
 class VkvmapWorker(_Worker):  # type: ignore[misc]  # the engine has no types here
@@ -70,18 +71,23 @@ class VkvmapWorker(_Worker):  # type: ignore[misc]  # the engine has no types he
         self._region = setup.rows.region(memory, num_rows)
         self._engine = Engine()
         device = next(iter(setup.caches.values())).device
-        self._stream = _prepare(device, self._engine, self._region)
+        with ExitStack() as undo:
+            undo.callback(self._region.close, force=True)
+            undo.callback(self._engine.shutdown)
+            self._stream = _prepare(device, self._engine, self._region)
+            self._plan = TransferPlan(
+                setup.mappings,
+                setup.caches,
+                self._region,
+                chunk_tokens=dict(setup.rows.tokens),
+                mover=options.mover,
+                writers=options.writers,
+                engine=self._engine,
+            )
+            undo.callback(self._plan.close)
+            self._digests = Digests(setup, self._region.view, num_rows) if options.verify else None
+            undo.pop_all()
         self._closed = False
-        self._plan = TransferPlan(
-            setup.mappings,
-            setup.caches,
-            self._region,
-            chunk_tokens=dict(setup.rows.tokens),
-            mover=options.mover,
-            writers=options.writers,
-            engine=self._engine,
-        )
-        self._digests = Digests(setup, self._region.view, num_rows) if options.verify else None
         self._pending: dict[int, _Pending] = {}
         self._failed: dict[int, Pairs] = {}
         self.mover = options.mover if device != "cpu" else "host"
@@ -134,17 +140,21 @@ class VkvmapWorker(_Worker):  # type: ignore[misc]  # the engine has no types he
                     break
 
     def shutdown(self) -> None:
-        """End all transfers and let go of cache and host memory. Idempotent."""
+        """End all transfers and let go of cache and host memory. Idempotent.
+
+        Every step is taken whichever other fails; what failed last is raised.
+        """
         if self._closed:
             return
         self._closed = True
-        self._plan.close()
-        self._engine.shutdown()
-        self._digests = None
-        self._region.close(force=True)
-        if self.board is not None:
-            self.board.close()
-        self._release()
+        with ExitStack() as steps:  # the last one comes first
+            steps.callback(self._release)
+            if self.board is not None:
+                steps.callback(self.board.close)
+            steps.callback(self._region.close, force=True)
+            steps.callback(setattr, self, "_digests", None)
+            steps.callback(self._engine.shutdown)
+            steps.callback(self._plan.close)
 
     # ---- failures -------------------------------------------------------------------------------
 
