@@ -10,9 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import index
+from typing import Any
 
 from vkvmap.errors import SpecError
 from vkvmap.spec import LayerTable
+
+
+def number_for(told: Any, group: str, what: str) -> int:
+    """What `told`, one number or one per group, says for `group`; 0 where it says nothing.
+
+    Raises SpecError for anything but whole numbers; `what` names the argument in it.
+    """
+    number = told.get(group, 0) if isinstance(told, Mapping) else told
+    try:
+        if isinstance(number, bool):
+            raise TypeError
+        return index(number)
+    except TypeError:
+        raise SpecError(
+            f"group {group!r}: {what}={number!r:.60} is {type(number).__name__}; give a whole "
+            "number, or a mapping from group to whole numbers"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -44,12 +63,12 @@ class ChunkLayout:
     def of(cls, layers: LayerTable, chunk_tokens: int | Mapping[str, int]) -> ChunkLayout:
         """Lay out chunks of `chunk_tokens` tokens (one number, or one per group).
 
-        Raises SpecError where a group with tokens is given none.
+        Raises SpecError where a group with tokens is given none, or no whole number.
         """
         by_group = {}
         for group in layers.groups:
             members = layers.in_group(group)
-            tokens = chunk_tokens if isinstance(chunk_tokens, int) else chunk_tokens.get(group, 0)
+            tokens = number_for(chunk_tokens, group, "chunk_tokens")
             if any(spec.has_tokens for spec in members) and tokens < 1:
                 raise SpecError(f"group {group!r}: chunk_tokens={tokens}, a positive count needed")
             offsets: dict[str, int] = {}

@@ -71,7 +71,10 @@ class StalePlanError(PlanError):
 
 
 class TransferError(VkvmapError, RuntimeError):
-    """A transfer failed while bytes were moving; the message names the pages concerned."""
+    """A transfer failed, is not done, or cannot begin: its engine is shut down or the parent's.
+
+    Where bytes were moving the message names the pages concerned.
+    """
 
 
 class RegionError(VkvmapError, OSError):

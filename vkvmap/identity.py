@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from vkvmap.chunk import ChunkLayout
-from vkvmap.errors import FormatError
+from vkvmap.chunk import ChunkLayout, number_for
+from vkvmap.errors import FormatError, SpecError
 from vkvmap.foreign import read_json
 from vkvmap.layout import Layout, layout_named
 from vkvmap.spec import LayerSpec, LayerTable
@@ -74,7 +74,10 @@ class Identity:
                 f"family {self.family!r} with layouts={self.layouts!r}, spans={self.spans!r}: a "
                 "native page means nothing without its layout and span, a universal one has none"
             )
-        text = canonical_json(self._description())
+        try:
+            text = canonical_json(self._description())
+        except SpecError as error:  # of T, spans or a layout: one kind of error for an identity
+            raise FormatError(str(error)) from None
         object.__setattr__(self, "_json", text)
         object.__setattr__(self, "_digest", hashlib.sha256(text.encode()).digest())
 
@@ -105,7 +108,9 @@ class Identity:
         tokens = self.chunks[group].tokens
         if self.spans is None or not tokens:
             return tokens
-        return self.spans if isinstance(self.spans, int) else self.spans.get(group, tokens)
+        if isinstance(self.spans, Mapping) and group not in self.spans:
+            return tokens
+        return number_for(self.spans, group, "spans")
 
     def opaque(self, placement: Mapping[str, Any]) -> Identity:
         """The identity of the opaque data of one rank of one configuration.
@@ -142,13 +147,13 @@ class Identity:
     # ---- contents -----------------------------------------------------------------------------
 
     def _chunk_tokens(self) -> int | Mapping[str, int]:
-        if isinstance(self.chunk_tokens, int):
-            return {
-                group: self.chunk_tokens
-                for group in self.layers.groups
-                if any(spec.has_tokens for spec in self.layers.in_group(group))
-            }
-        return self.chunk_tokens
+        if isinstance(self.chunk_tokens, Mapping):
+            return self.chunk_tokens
+        return {
+            group: self.chunk_tokens
+            for group in self.layers.groups
+            if any(spec.has_tokens for spec in self.layers.in_group(group))
+        }
 
     def _description(self) -> dict[str, Any]:
         groups = []

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vkvmap.chunk import ChunkLayout
-from vkvmap.errors import PlanError
+from vkvmap.chunk import ChunkLayout, number_for
+from vkvmap.errors import PlanError, SpecError
 from vkvmap.mapping import Mappings
 from vkvmap.region import Section
 
@@ -22,13 +22,14 @@ def private_section(group: str) -> str:
 def pages_per_chunk(mappings: Mappings, chunk_tokens: int | Mapping[str, int]) -> dict[str, int]:
     """Canonical pages per chunk of each group that this rank has layers of.
 
-    Raises PlanError where layers of a group disagree, or where a chunk is not whole pages.
+    Raises PlanError where layers of a group disagree, or where a chunk is not whole pages or
+    `chunk_tokens` no whole number.
     """
     pages: dict[str, int] = {}
     decided_by: dict[str, str] = {}
     for name, mapping in mappings.by_layer.items():
         spec = mappings.layers[name]
-        tokens = chunk_tokens if isinstance(chunk_tokens, int) else chunk_tokens.get(spec.group, 0)
+        tokens = _number(chunk_tokens, spec.group, "chunk_tokens")
         if not spec.has_tokens or not mapping.span_tokens:
             continue
         if tokens < 1 or tokens % mapping.span_tokens:
@@ -70,13 +71,20 @@ def sections_for(
     private = private_rows(mappings, pages)
     sections = []
     for group in mappings.layers.groups:
-        count = num_chunks if isinstance(num_chunks, int) else num_chunks.get(group, 0)
+        count = _number(num_chunks, group, "num_chunks")
         if chunks[group].payload_bytes:
             sections.append(Section(group, count, chunks[group].payload_bytes))
         if group in private:
             payload = private[group][1]
             sections.append(Section(private_section(group), count, payload, private=True))
     return sections
+
+
+def _number(told: int | Mapping[str, int], group: str, what: str) -> int:
+    try:
+        return number_for(told, group, what)
+    except SpecError as error:
+        raise PlanError(str(error)) from None
 
 
 def private_rows(

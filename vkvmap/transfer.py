@@ -24,10 +24,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from vkvmap import _C
-from vkvmap.errors import PlanError, TransferError
+from vkvmap.errors import PlanError, SpecError, TransferError, VkvmapError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,6 +38,27 @@ logger = logging.getLogger(__name__)
 
 LANES = ("store", "load", "expedited")
 DIRECTIONS = ("store", "load")
+MOST_THREADS = 1024
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _ours(method: Callable[P, R]) -> Callable[P, R]:
+    """What the native module refuses, as errors of this package."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except VkvmapError:
+            raise
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+        except RuntimeError as error:
+            raise TransferError(str(error)) from None
+
+    return call
 
 
 class Job:
@@ -77,13 +99,18 @@ class Job:
 
     query = done
 
+    @_ours
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to `timeout` seconds (None: without limit); True once the job has ended.
 
         Ended is not succeeded: `check` waits and raises where pages failed, `result` says which.
+
+        Raises:
+            TransferError: the job belongs to the parent process, which alone can wait for it.
         """
         return self._native.wait(timeout)
 
+    @_ours
     def result(self) -> dict[str, Any]:
         """What became of a job that is done.
 
@@ -93,7 +120,7 @@ class Job:
             and ``failed``: the first of them as (layer, block, page, reason).
 
         Raises:
-            RuntimeError: it is not done yet.
+            TransferError: it is not done yet.
         """
         return self._native.result()
 
@@ -103,7 +130,7 @@ class Job:
         Raises:
             TransferError: pages failed, the job was cancelled, or the time ran out.
         """
-        if not self._native.wait(timeout):
+        if not self.wait(timeout):
             raise TransferError(f"{self!r} is not done after {timeout} s; wait longer")
         result = self._native.result()
         if result["error"] is not None:
@@ -133,10 +160,15 @@ class Engine:
     Args:
         threads: copying threads of the host mover, started at the first transfer. Default:
             ``VKVMAP_THREADS``, or else half of the cores that this process may use, 1 to 4.
+
+    Raises:
+        SpecError: a number of threads that no engine can have.
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        self._native = _C.Engine(_default_threads() if threads is None else threads)
+        self._native = _C.Engine(
+            _default_threads() if threads is None else _threads(threads, "threads")
+        )
         self._callbacks = _Callbacks(self._native)
         self._range = _nvtx_ranges()
         self.choose_mover: Callable[[_C.Plan, int], str] = _host
@@ -147,6 +179,7 @@ class Engine:
         return self._native.threads
 
     @property
+    @_ours
     def in_flight(self) -> int:
         """Jobs that have not ended."""
         return self._native.in_flight
@@ -188,9 +221,9 @@ class Engine:
             callback: called with the job when it has ended, on the engine's callback thread.
 
         Raises:
-            PlanError: an id, length, group or mover that cannot be; nothing has moved.
+            PlanError: an id, length, group, mover or stream that cannot be; nothing has moved.
             TypeError: not an int64 array.
-            RuntimeError: the engine has been shut down, or belongs to the parent process.
+            TransferError: the engine has been shut down, or belongs to the parent process.
         """
         chosen = self.choose_mover(plan, direction) if mover == "auto" else mover
         arguments = (plan, direction, groups if isinstance(groups, list) else list(groups))
@@ -216,22 +249,31 @@ class Engine:
                 return job
         except ValueError as error:
             raise PlanError(str(error)) from None
+        except RuntimeError as error:
+            raise TransferError(str(error)) from None
 
+    @_ours
     def finished(self, lane: str) -> list[Job]:
         """Jobs of a lane that have ended since the last call, in the order of their submission.
 
         A job is held back while an earlier one of its lane is unfinished. Never blocks.
+
+        Raises:
+            PlanError: there is no such lane.
         """
         return [Job(native, self) for native in self._native.finished(lane)]
 
+    @_ours
     def drain(self, plan: _C.Plan, timeout: float | None = None) -> bool:
         """Wait until no job of `plan` is queued or running; False if time ran out."""
         return self._native.drain(plan, timeout)
 
+    @_ours
     def cancel_pending(self) -> int:
         """Cancel every job that has not begun; returns how many."""
         return self._native.cancel_pending()
 
+    @_ours
     def shutdown(self, *, drain: bool = True, timeout: float | None = None) -> bool:
         """Refuse new transfers and end the queued ones: carried out, or else cancelled.
 
@@ -243,21 +285,26 @@ class Engine:
             self._callbacks.close()
         return ended
 
+    @_ours
     def stall(self, lanes: Iterable[str] = LANES) -> None:
         """Hold lanes back, for tests of what happens meanwhile."""
         self._native.stall(list(lanes))
 
+    @_ours
     def resume(self) -> None:
         """Let all lanes go on."""
         self._native.resume()
 
+    @_ours
     def inject_fault(self, direction: int, layer_id: int, page: int, why: str) -> None:
         """Make every transfer of one page fail, for tests of what the others do."""
         self._native.inject_fault(direction, layer_id, page, why)
 
+    @_ours
     def clear_faults(self) -> None:
         self._native.clear_faults()
 
+    @_ours
     def metrics(self) -> dict[str, Any]:
         """Counters so far.
 
@@ -372,11 +419,17 @@ os.register_at_fork(after_in_child=_forget_lock)
 def _default_threads() -> int:
     told = os.environ.get("VKVMAP_THREADS")
     if told is not None:
-        if not told.isdigit() or int(told) < 1:
-            raise ValueError(f"VKVMAP_THREADS={told!r} is not a number of threads; give 1 or more")
-        return int(told)
+        return _threads(int(told) if told.isdecimal() else told, "VKVMAP_THREADS")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(4, (cores or 1) // 2))
+
+
+def _threads(number: Any, what: str) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MOST_THREADS:
+        raise SpecError(
+            f"{what}={number!r:.40} is no number of copying threads; give 1 to {MOST_THREADS}"
+        )
+    return number
 
 
 def _host(plan: _C.Plan, direction: int) -> str:
@@ -386,7 +439,13 @@ def _host(plan: _C.Plan, direction: int) -> str:
 def _stream_handle(stream: Any) -> int:
     if stream is None:
         return 0
-    return int(getattr(stream, "cuda_stream", stream))
+    handle = getattr(stream, "cuda_stream", stream)
+    if isinstance(handle, bool) or not isinstance(handle, int) or not 0 <= handle < 1 << 64:
+        raise PlanError(
+            f"stream {stream!r:.60} is no CUDA stream; pass a stream with cuda_stream, its handle "
+            "as a number, or None for the default one"
+        )
+    return handle
 
 
 def _nvtx_ranges() -> Callable[[str], AbstractContextManager[Any]]:
