@@ -21,6 +21,7 @@ from typing import Any
 
 from vkvmap.foreign import read_json
 from vkvmap.models.config import KV_DTYPES, Config, KvDtype, ModelError
+from vkvmap.models.defaults import filled
 from vkvmap.models.families import FAMILIES
 from vkvmap.models.presets import PRESETS, Preset
 from vkvmap.nearest import nearest
@@ -69,8 +70,9 @@ def from_hf_config(
             or impossible. `ModelError.fields` names the fields.
     """
     values = dict(source) if isinstance(source, Mapping) else _read(Path(source))
-    values = _language_model(values)
-    values.update(overrides or {})
+    language = _language_model(values)
+    language.update(overrides or {})
+    values = filled(language, nested=_is_nested(values))
     family = str(values.get("model_type"))
     if family not in FAMILIES:
         raise _unknown(family)
@@ -135,6 +137,10 @@ def _language_model(values: dict[str, Any]) -> dict[str, Any]:
                 merged["model_type"] = outside["model_type"]
             return merged
     return values
+
+
+def _is_nested(values: Mapping[str, Any]) -> bool:
+    return any(isinstance(values.get(key), Mapping) for key in _TEXT)
 
 
 def _unknown(family: Any) -> ModelError:

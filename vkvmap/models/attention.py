@@ -119,8 +119,11 @@ def read_gemma3(c: Config) -> Iterator[LayerSpec]:
         yield attention_layer(c, index, span)
 
 
-def read_cohere2(c: Config) -> Iterator[LayerSpec]:
+def read_every_fourth(c: Config) -> Iterator[LayerSpec]:
+    """Windows, and full attention every fourth layer unless another period is given."""
     period = c.get("sliding_window_pattern", default=4)
+    if isinstance(period, str):  # spelled out, as "LLLG": local three times, then global
+        period = len(period)
     for index, span in enumerate(spans(c, _every(period, offset=period - 1))):
         yield attention_layer(c, index, span)
 

@@ -66,6 +66,10 @@ KV_DTYPES: Mapping[str, KvDtype] = {
 }
 
 
+#: Families whose temporal state is float32 unless the configuration says otherwise: the class of
+#: one says so, and vLLM does it for both.
+FLOAT32_STATE = ("nemotron_h", "kimi_linear", "kimi_k3")
+
 #: Far above any model; what a configuration asks for is bounded before it is made.
 MOST_LAYERS = 4096
 
@@ -148,7 +152,8 @@ class Config:
     @property
     def state_dtypes(self) -> tuple[str, str]:
         """Dtypes of convolution and temporal state."""
-        temporal = self.get("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=self.model_dtype)
+        usual = "float32" if self.values.get("model_type") in FLOAT32_STATE else self.model_dtype
+        temporal = self.get("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=usual)
         for dtype in (self.model_dtype, str(temporal)):
             if dtype not in DTYPE_BYTES:
                 raise ModelError(

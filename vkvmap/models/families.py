@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from vkvmap.models.attention import (
-    read_cohere2,
     read_dense,
+    read_every_fourth,
     read_gemma2,
     read_gemma3,
     read_gpt_oss,
@@ -38,15 +38,18 @@ from vkvmap.spec import LayerSpec
 Read = Callable[[Config], Iterator[LayerSpec]]
 
 _DENSE = """llama mistral mistral3 ministral mixtral qwen2 qwen2_moe qwen2_vl qwen2_5_vl qwen3
-qwen3_moe qwen3_vl qwen3_vl_moe phi3 phi4 phimoe glm glm4 glm4_moe minimax_m2 cohere granite
-granitemoe olmo2 olmo3 starcoder2 gemma seed_oss exaone4 smollm3 ernie4_5 ernie4_5_moe""".split()
+qwen3_moe qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text qwen3_vl qwen3_vl_text qwen3_vl_moe
+qwen3_vl_moe_text qwen3_omni_moe_text ministral3 phi phi3 phi4 phimoe glm glm4 glm4_moe glm4v
+glm4v_text glm4v_moe glm4v_moe_text minimax_m2 cohere granite granitemoe granitemoeshared olmo
+olmo2 olmoe starcoder2 gemma seed_oss smollm3 ernie4_5 ernie4_5_moe nemotron stablelm arcee apertus
+dots1 cwm""".split()
 
 #: ``model_type`` of a config.json -> its reader.
 FAMILIES: Mapping[str, Read] = {
     **dict.fromkeys(_DENSE, read_dense),
     **dict.fromkeys(("gemma2",), read_gemma2),
     **dict.fromkeys(("gemma3", "gemma3_text"), read_gemma3),
-    **dict.fromkeys(("cohere2",), read_cohere2),
+    **dict.fromkeys(("cohere2", "olmo3", "exaone4"), read_every_fourth),
     **dict.fromkeys(("gpt_oss",), read_gpt_oss),
     **dict.fromkeys(("llama4", "llama4_text"), read_llama4),
     **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), read_mimo_v2),

@@ -97,7 +97,7 @@ def _nemotron(
 _SCOUT = _dense("llama4", 48, 40, 8, 128, attention_chunk_size=8192)
 _NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 _SUPER = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
-_ZAMBA_HYBRID = (6, 12, 18, 24, 30, 36, 42, 47, 51)
+_ZAMBA_HYBRID = (6, 11, *range(17, 78, 6))
 _H56 = "M-M-M-M*-" + "M-M-M-M-M*-" * 9 + "M-M-M-M-M-"
 _MIMO = [0, 1, 1, 1, 1] + [0, 1, 1, 1, 1, 1] * 7 + [0]
 _GLM53_INDEXERS = ["full"] * 3 + ["shared", "shared", "shared", "full"] * 18 + ["shared"] * 3
@@ -232,21 +232,21 @@ PRESETS: Mapping[str, Preset] = {
             mamba_expand=2,
         ),
     ),
-    "zamba2-2.7b": Preset(
-        "Zyphra/Zamba2-2.7B",
-        "defaults",
+    "zamba2-7b": Preset(
+        "Zyphra/Zamba2-7B",
+        "quoted",
         {
             "model_type": "zamba2",
-            "num_hidden_layers": 54,
+            "num_hidden_layers": 81,
             "num_attention_heads": 32,
-            "hidden_size": 2560,
-            "attention_head_dim": 160,
-            "n_mamba_heads": 8,
-            "mamba_ngroups": 1,
+            "hidden_size": 3584,
+            "attention_head_dim": 224,
+            "mamba_headdim": 64,
+            "mamba_ngroups": 2,
             "mamba_d_state": 64,
             "mamba_d_conv": 4,
             "mamba_expand": 2,
-            "layers_block_type": ["hybrid" if i in _ZAMBA_HYBRID else "mamba" for i in range(54)],
+            "layers_block_type": ["hybrid" if i in _ZAMBA_HYBRID else "mamba" for i in range(81)],
             "dtype": "bfloat16",
         },
     ),

@@ -6,8 +6,9 @@ it is cut for tensor parallelism is in its description (`LayerSpec.recurrent`), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from vkvmap.models.attention import FULL, STATE, Span, attention_layer, mla_layer, span_of_type
 from vkvmap.models.config import Config, ModelError
@@ -73,8 +74,21 @@ def read_gated_delta_net(c: Config) -> Iterator[LayerSpec]:
 
 
 def read_kimi_linear(c: Config) -> Iterator[LayerSpec]:
-    """Delta attention in the layers that `linear_attn_config` lists (from 1), MLA in the others."""
-    linear = c.need("linear_attn_config")
+    """Delta attention in some layers, MLA in the others.
+
+    The publisher's files list the former in `linear_attn_config`, from 1; transformers' own have
+    `layer_types` and fields of the same meaning.
+    """
+    types = c.per_layer("layer_types")
+    if c.get("linear_attn_config") is None and types is not None:
+        linear: Mapping[str, Any] = {
+            "kda_layers": [i for i, kind in enumerate(types, 1) if _is_state(c, kind)],
+            "num_heads": c.count("linear_num_heads"),
+            "head_dim": c.count("linear_head_dim"),
+            "short_conv_kernel_size": c.count("linear_conv_kernel_dim"),
+        }
+    else:
+        linear = c.need("linear_attn_config")
     missing = [f for f in ("kda_layers", "num_heads", "head_dim") if not linear.get(f)]
     if missing:
         raise ModelError(f"linear_attn_config lacks {', '.join(missing)}", missing)
@@ -91,6 +105,10 @@ def read_kimi_linear(c: Config) -> Iterator[LayerSpec]:
             **_elems(c),
         )
         yield _with_dtype(layer, c)
+
+
+def _is_state(c: Config, kind: str) -> bool:
+    return span_of_type(c, kind).kind == STATE
 
 
 def read_lightning(c: Config) -> Iterator[LayerSpec]:
@@ -135,6 +153,10 @@ def read_jamba(c: Config) -> Iterator[LayerSpec]:
         yield _with_dtype(layer, c)
 
 
+#: Decoder layers without a cache, by name and by letter.
+_KEEPS_NOTHING = {"mlp", "moe", "-", "E"}
+
+
 def read_nemotron_h(c: Config) -> Iterator[LayerSpec]:
     """Each decoder layer is one thing: state, attention, or an MLP that keeps nothing.
 
@@ -142,15 +164,15 @@ def read_nemotron_h(c: Config) -> Iterator[LayerSpec]:
     """
     kinds = c.per_layer("layers_block_type")
     if kinds is None:
-        letters = {"M": "mamba", "*": "attention"}
-        pattern = c.per_layer("hybrid_override_pattern")
-        if pattern is None:
+        kinds = c.per_layer("hybrid_override_pattern")
+        if kinds is None:
             c.need("hybrid_override_pattern", "layers_block_type")
-        kinds = [letters.get(letter, "mlp") for letter in pattern or ()]
-    for index, kind in enumerate(kinds):
-        if kind == "attention":
+    for index, kind in enumerate(kinds or ()):
+        if kind in _KEEPS_NOTHING:
+            continue
+        if kind == "*" or (kind != "M" and span_of_type(c, kind).kind == FULL):
             yield attention_layer(c, index, Span(), part="mixer.attn")
-        elif kind == "mamba":
+        else:
             yield mamba2_layer(
                 c,
                 index,
@@ -165,9 +187,13 @@ def read_nemotron_h(c: Config) -> Iterator[LayerSpec]:
 
 def _bamba_mixer(c: Config, index: int, part: str = "mixer") -> LayerSpec:
     """The Mamba-2 fields as Bamba named them, which Granite and Falcon took over."""
-    heads = c.count("mamba_n_heads", "n_mamba_heads")
-    inner = c.get("mamba_d_ssm") or c.get("mamba_expand", default=2) * c.count("hidden_size")
+    expand = c.get("mamba_expand", "expansion_factor", default=2)
+    inner = c.get("mamba_d_ssm") or expand * c.count("hidden_size")
     head_dim = c.get("mamba_d_head", "mamba_headdim")
+    if c.get("mamba_n_heads", "n_mamba_heads") is None and isinstance(head_dim, int) and head_dim:
+        heads = inner // head_dim
+    else:
+        heads = c.count("mamba_n_heads", "n_mamba_heads")
     if not isinstance(head_dim, int):  # absent, or "auto"
         if inner % heads:
             raise ModelError(
@@ -182,8 +208,8 @@ def _bamba_mixer(c: Config, index: int, part: str = "mixer") -> LayerSpec:
         heads=heads,
         head_dim=head_dim,
         groups=c.get("mamba_n_groups", "mamba_ngroups", default=1),
-        state=c.count("mamba_d_state"),
-        conv=c.count("mamba_d_conv"),
+        state=c.count("mamba_d_state", "state_size"),
+        conv=c.count("mamba_d_conv", "conv_dimension"),
     )
 
 
@@ -212,10 +238,14 @@ def read_falcon_h1(c: Config) -> Iterator[LayerSpec]:
 def read_zamba2(c: Config) -> Iterator[LayerSpec]:
     """State in every layer, and attention over twice the hidden size in the hybrid ones."""
     types = c.per_layer("layers_block_type") or c.per_layer("layer_types")
-    if types is None:
-        c.need("layers_block_type")
-    for index, kind in enumerate(types or ()):
-        if kind == "hybrid":
+    hybrid = c.get("hybrid_layer_ids")
+    if types is None and hybrid is None:
+        c.need("layers_block_type", "hybrid_layer_ids")
+    for index in range(c.num_layers):
+        kind = None if types is None else types[index]
+        if kind not in (None, "hybrid"):
+            span_of_type(c, kind)  # refuses a kind that is not known
+        if kind == "hybrid" if types is not None else index in hybrid:
             heads = c.count("num_attention_heads")
             head_dim = c.get("attention_head_dim") or 2 * c.count("hidden_size") // heads
             yield attention_layer(c, index, Span(), part="self_attn.attn", head_dim=head_dim)
