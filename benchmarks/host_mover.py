@@ -14,7 +14,6 @@ Not measured: several sockets (NUMA), and other processes that use the memory at
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +37,7 @@ from vkvmap import (
     TransferPlan,
     derive_canonical_mappings,
 )
+from vkvmap.region_backing import available_memory
 from vkvmap.sections import sections_for
 from vkvmap.transfer import Engine
 
@@ -49,13 +49,15 @@ GOALS = {
     "load": {64: 0.5, 128: 0.5, 256: 0.6, 512: 0.6, 1024: 0.6, 4096: 0.9},
 }
 LIBRARY_GOALS = {"store": 2.5, "load": 1.5}
+GROWTH_MIB = (64, 256, 1024, 2048, 4096, 8192)
 
 
 @dataclass
 class World:
     """One rank's caches, the region, and the plan between them."""
 
-    caches: list[np.ndarray]  # (blocks, 2, BLOCK_SIZE, 1, fragment) uint8
+    caches: list[np.ndarray]  # (blocks, 2, BLOCK_SIZE, heads, fragment) uint8
+    tp: int
     region: Region
     plan: TransferPlan
     blocks: np.ndarray
@@ -66,13 +68,15 @@ class World:
         return sum(cache.nbytes for cache in self.caches)
 
     def canonical(self, layer: int) -> np.ndarray:
-        """(pages, 2, BLOCK_SIZE, TP, fragment) of one layer."""
+        """The rank's part of one layer's canonical pages, with the axes of its cache."""
         cache = self.caches[layer]
-        layers, fragment = len(self.caches), cache.shape[-1]
+        fragment = cache.shape[-1]
         rows = self.region.view[self._offset : self._offset + self._row_stride * len(self.pages)]
         page = 2 * BLOCK_SIZE * TP * fragment
-        row = rows.reshape(len(self.pages), -1)[:, : layers * page]
-        return row.reshape(len(self.pages), layers, 2, BLOCK_SIZE, TP, fragment)[:, layer]
+        of_layer = rows.reshape(len(self.pages), -1)[:, layer * page : (layer + 1) * page]
+        if self.tp == 1:  # universal: [token][head][K, V]
+            return of_layer.reshape(-1, BLOCK_SIZE, TP, 2, fragment).transpose(0, 3, 1, 2, 4)
+        return of_layer.reshape(-1, 2, BLOCK_SIZE, TP, fragment)[:, :, :, RANK : RANK + 1]
 
     @property
     def _offset(self) -> int:
@@ -95,11 +99,14 @@ class World:
             cache[:] = generator.integers(0, 256, cache.shape, dtype=np.uint8)
         self.region.view[self._offset :] = 0xA5
         self.store()
+        moved = 0
         for layer, cache in enumerate(self.caches):
             canonical = self.canonical(layer)
             for block, page in zip(self.blocks.tolist(), self.pages.tolist(), strict=True):
-                assert np.array_equal(canonical[page, :, :, RANK], cache[block, :, :, 0])
-                assert (canonical[page, :, :, RANK + 1] == 0xA5).all()
+                assert np.array_equal(canonical[page], cache[block])
+                moved += int(np.count_nonzero(cache[block] != 0xA5))
+        # What is not the rank's has kept its poison.
+        assert np.count_nonzero(self.region.view[self._offset :] != 0xA5) == moved
         kept = [cache.copy() for cache in self.caches]
         for cache in self.caches:
             cache[:] = 0
@@ -118,11 +125,12 @@ def aligned(shape: tuple[int, ...]) -> np.ndarray:
 
 @contextmanager
 def world(
-    fragment: int, nbytes: int, layers: int, engine: Engine, huge: bool = False
+    fragment: int, nbytes: int, layers: int, engine: Engine, huge: bool = False, tp: int = TP
 ) -> Iterator[World]:
-    page = 2 * BLOCK_SIZE * fragment
+    heads = TP // tp
+    page = 2 * BLOCK_SIZE * heads * fragment
     count = max(1, nbytes // (page * layers))
-    caches = [aligned((count, 2, BLOCK_SIZE, 1, fragment)) for _ in range(layers)]
+    caches = [aligned((count, 2, BLOCK_SIZE, heads, fragment)) for _ in range(layers)]
     names = [f"model.layers.{index}" for index in range(layers)]
     spec = LayerSpec.attention(names[0], num_kv_heads=TP, head_size=fragment, dtype="uint8")
     table = LayerTable([spec.renamed(name) for name in names])
@@ -130,13 +138,20 @@ def world(
         name: CacheView.of(cache, "split_nhd", BLOCK_SIZE)
         for name, cache in zip(names, caches, strict=True)
     }
-    mappings = derive_canonical_mappings(table, views, RankGrid(tp=TP), RANK, strict=True)
+    mappings = derive_canonical_mappings(
+        table,
+        views,
+        RankGrid(tp=tp),
+        RANK if tp > 1 else 0,
+        family="universal" if tp == 1 else "native",
+        strict=True,
+    )
     sections = sections_for(mappings, BLOCK_SIZE, count)
     kind: dict[str, Any] = {"backing": "private", "huge_pages": "transparent"} if huge else {}
     with Region.create(sections, **kind) as region:
         with TransferPlan(mappings, views, region, engine=engine) as plan:
             blocks = np.random.default_rng(0).permutation(count).astype(np.int64)
-            yield World(caches, region, plan, blocks, np.arange(count, dtype=np.int64))
+            yield World(caches, tp, region, plan, blocks, np.arange(count, dtype=np.int64))
 
 
 def memcpy(pool: ThreadPoolExecutor, threads: int, world: World, store: bool) -> None:
@@ -168,7 +183,7 @@ def libraries(world: World, threads: int, store: bool) -> dict[str, Callable[[],
 
     torch.set_num_threads(threads)
     sides = [
-        (cache[:, :, :, 0], world.canonical(layer)[:, :, :, RANK])
+        (cache[:, :, :, 0], world.canonical(layer)[:, :, :, 0])
         for layer, cache in enumerate(world.caches)
     ]
     blocks, pages = world.blocks, world.pages
@@ -297,11 +312,16 @@ def tell(
 
 
 def growth(report: Report, options: Any) -> bool:
-    """Nanoseconds per KiB as bytes and layers grow; the first of each series is the baseline."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Nanoseconds per KiB as bytes and layers grow; the first of each series is the baseline.
+
+    One rank has all heads and stores them token by token (universal), so that both sides are as
+    large as what is moved, in fragments of one head.
+    """
+    available = available_memory()
     engine = Engine(1)
     met = True
-    sizes = [size for size in (64, 256, 1024, 2048, 8192) if size * MIB * (TP + 2) < available // 2]
+    # Both sides, and a little.
+    sizes = [size for size in GROWTH_MIB if size * MIB * 2.1 < available]
     series = {
         "bytes": [(size, 1) for size in sizes],
         "layers": [(256, layers) for layers in (1, 8, 40, 80)],
@@ -310,7 +330,7 @@ def growth(report: Report, options: Any) -> bool:
         for direction in ("store", "load"):
             first = None
             for size, layers in points:
-                with world(256, size * MIB, layers, engine) as here:
+                with world(256, size * MIB, layers, engine, tp=1) as here:
                     for cache in here.caches:
                         cache.fill(7)  # untouched memory is one page of zeros, read from a cache
                     here.store()
@@ -334,7 +354,7 @@ def growth(report: Report, options: Any) -> bool:
                     ),
                     "" if ratio <= 1.15 else "  NOT FLAT (1.15)",
                 )
-    left_out = [size for size in (64, 256, 1024, 2048, 8192) if size not in sizes]
+    left_out = [size for size in GROWTH_MIB if size not in sizes]
     if left_out:
         print(f"not measured, memory does not allow: {left_out} MiB")
     engine.shutdown()
