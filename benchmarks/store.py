@@ -101,7 +101,7 @@ def throughput(report: Report, folder: str, mib: int, chunk_mib: int, rounds: in
     chunk = identity.chunks["0"].payload_bytes
     count = mib // chunk_mib
 
-    with Region.create([Section("0", count, chunk)]) as region:
+    with Region.create([Section("0", count, chunk)], huge_pages="transparent") as region:
         rows = [region.row("0", i) for i in range(count)]
         seed = np.random.default_rng(0)
         for row in rows:
