@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -84,6 +85,29 @@ def test_a_cell_that_is_scattered_says_from_where_to_where() -> None:
     assert side.local[0].planes[0].marks[0] == ("t0..t15 h2", "t0..t15 h2")
 
 
+@pytest.mark.parametrize("text", ["tp=4", "tp=16,dcp=2", "tp=4,dcp=2,layout=split_hnd"])
+def test_beside_a_rank_page_is_the_part_of_the_canonical_page_that_it_fills(text: str) -> None:
+    side = Configuration.parse(text)
+    heads = 8 if side.tp != 4 or side.dcp == 1 else 2
+    (drawn,) = picture(text, heads=heads, ranks=range(side.grid.size), family="universal").sides
+    for rank, panel in enumerate(drawn.local):
+        holder = Holder(side.tp, side.dcp, side.pcp, side.interleave, side.pcp_mode, rank)
+        tokens = holder.tokens_of(0, side.block_size, sharded=True)
+        columns = [c for head in holder.part_of(heads, heads) for c in (2 * head, 2 * head + 1)]
+        expected = np.full((side.span, heads * 2), NOBODY)
+        expected[np.ix_(tokens, columns)] = rank
+        assert (panel.part[0].values == expected).all()
+
+
+def test_channels_of_state_are_named_exactly_although_few_are_drawn() -> None:
+    layers = load_model("qwen3-next-80b-a3b")
+    sides = [Configuration.parse("tp=4")]
+    drawn = draw("q", layers, "model.layers.0.linear_attn", sides, ranks=(1,))
+    conv_q = drawn.sides[0].local[0].planes[0]
+    # A quarter of 2048 channels is 512, and rank 1 has the second.
+    assert [mark for (mark,) in conv_q.marks] == [f"c{512 + n}" for n in conv_q.row_numbers]
+
+
 def test_state_is_drawn_by_its_segments() -> None:
     layers = load_model("qwen3-next-80b-a3b")
     drawn = draw("q", layers, "model.layers.0.linear_attn", [Configuration.parse("tp=4")])
@@ -138,7 +162,30 @@ def test_rectangles_cover_every_cell_once_in_its_colour(sides: tuple[str, ...]) 
 @pytest.mark.parametrize("heads", [8, 128])
 def test_nothing_is_drawn_outside_the_paper(heads: int) -> None:
     sides = [Configuration.parse(f"tp={heads},block={2 * heads}"), Configuration.parse("tp=1")]
-    scene = lay_out(draw("m", table(num_key_value_heads=heads), ATTENTION, sides))
+    _stays_on_paper(lay_out(draw("m", table(num_key_value_heads=heads), ATTENTION, sides)))
+
+
+@pytest.mark.parametrize("layout", ["split_hnd", "split_nhd", "packed_hnd", "packed_nhd"])
+@pytest.mark.parametrize("text", ["tp=8,block=256", "tp=1,block=512", "tp=128"])
+def test_large_pages_of_any_layout_stay_in_their_half(text: str, layout: str) -> None:
+    sides = [Configuration.parse(f"{text},layout={layout}")] * 2
+    scene = lay_out(draw("m", table(num_key_value_heads=128), ATTENTION, sides))
+    _stays_on_paper(scene)
+    middle = scene.width / 2
+    for item in scene.items[2:]:  # after the paper and the line between the halves
+        if isinstance(item, Rect):
+            assert item.x + item.w <= middle + 0.01 or item.x >= middle - 0.01
+
+
+def test_wide_planes_stand_below_each_other_with_room_for_their_marks() -> None:
+    drawn = picture("tp=16,dcp=2,layout=split_hnd", ranks=(0,))
+    words = [item for item in lay_out(drawn).items if isinstance(item, Words)]
+    keys, values = (next(w for w in words if w.text == f"{what} tokens ->") for what in "KV")
+    assert keys.x == values.x and keys.y < values.y
+    assert [w.text for w in words].count("t30") == 2
+
+
+def _stays_on_paper(scene: Any) -> None:
     for item in scene.items:
         assert 0 <= item.x <= scene.width and 0 <= item.y <= scene.height
         if isinstance(item, Rect):
@@ -191,6 +238,14 @@ def test_without_colour_cells_are_the_ranks_digits() -> None:
     first = next(line for line in text if line.startswith("   0 "))
     assert first.split() == ["0", *"0000111122223333"]
     assert all(line.style != "on" for line in lines(picture("tp=4"), 100, colours=False))
+
+
+def test_many_rows_go_on_beside_themselves() -> None:
+    drawn = picture("tp=4,dcp=4", heads=1)  # 64 tokens, dealt out one by one
+    plain = [line.plain for line in lines(drawn, 80, colours=False, height=16)]
+    rows = [line.split() for line in plain if re.match(r" +\d+ \S", line)]
+    told = {int(row[i]): row[i + 1 : i + 3] for row in rows[:16] for i in range(0, len(row), 3)}
+    assert told == {token: [str(token % 4)] * 2 for token in range(64)}
 
 
 def test_a_folded_cell_that_hides_a_difference_says_so() -> None:

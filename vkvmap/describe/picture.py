@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class Plane:
         row_numbers: index of each row along its axis (rows may be sampled).
         values: int64 ``(rows, columns)``: a rank, or a place in the canonical page in thousandths
             of its cells.
-        marks: text for each cell where there is room, same shape; the first word is the short form.
+        marks: text for each cell where there is room, same shape; see `short`.
     """
 
     label: str
@@ -55,15 +56,29 @@ class Plane:
     values: Offsets
     marks: tuple[tuple[str, ...], ...]
 
+    @cached_property
+    def _told(self) -> int:
+        """The word of a mark that says most: the first, or the last where that never changes."""
+        return -1 if len({mark.partition(" ")[0] for row in self.marks for mark in row}) == 1 else 0
+
+    def short(self, row: int, column: int) -> str:
+        """The mark of a cell in one word, for where there is no room for all of it."""
+        mark = self.marks[row][column]
+        return mark.split(" ")[self._told] if mark else ""
+
 
 @dataclass(frozen=True)
 class Panel:
-    """One page: its planes, what it is, and whether values are ranks or places."""
+    """One page: its planes, what it is, and whether values are ranks or places.
+
+    `part` is the canonical page once more, with the rank in the cells that this page fills.
+    """
 
     title: str
     note: str
     planes: tuple[Plane, ...]
     by_rank: bool
+    part: tuple[Plane, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,6 +156,7 @@ def _side(
         tuple(_by_writer(plane, writers) for plane in canonical),
         True,
     )
+    every = _planes(whole, spec, _extent(first.span_tokens, None), sampled=False)
     local = []
     for rank in ranks:
         if rank >= side.grid.size:
@@ -153,8 +169,12 @@ def _side(
                 f"page on rank {rank}",
                 f"{mapping.local_page_size_bytes:,} bytes in {_pieces(mapping.num_fragments)}; "
                 + ("the only writer of its bytes" if mapping.num_writers == 1 else turn),
-                tuple(_by_place(plane, mapping, canonical) for plane in _planes(own, spec, extent)),
+                tuple(
+                    _by_place(plane, mapping, canonical, every)
+                    for plane in _planes(own, spec, extent)
+                ),
                 False,
+                tuple(_part(plane, rank, mapping) for plane in canonical),
             )
         )
     return Side(str(side), side.grid.size, panel, tuple(local))
@@ -214,7 +234,7 @@ def _extent(
     return of
 
 
-def _planes(order: Nest, spec: LayerSpec, extent: Extent) -> list[_Cells]:
+def _planes(order: Nest, spec: LayerSpec, extent: Extent, *, sampled: bool = True) -> list[_Cells]:
     fields = {this.name: this for this in spec.fields}
     placed, _ = place(order, fields, extent)
     branches: list[Nest | str] = list(order.body) if not order.axes else [order]
@@ -226,7 +246,8 @@ def _planes(order: Nest, spec: LayerSpec, extent: Extent) -> list[_Cells]:
         first = fields[leaves[0]]
         sizes = [extent(first, first.axis(name)) for name in axes[:2]]
         starts = np.array([placed[leaf].offset for leaf in leaves], np.int64)
-        numbers = _sampled(sizes[0], _MOST_TOKENS if axes[0] in (TOKEN, HEAD) else _MOST_ROWS)
+        most = _MOST_TOKENS if axes[0] in (TOKEN, HEAD) else _MOST_ROWS
+        numbers = _sampled(sizes[0], most if sampled else sizes[0])
         rows = numbers * placed[leaves[0]].strides[axes[0]]
         columns = starts
         if len(axes) > 1:
@@ -277,23 +298,40 @@ def _by_writer(cells: _Cells, writers: Sequence[tuple[int, CanonicalPageMapping]
     return _plane(cells, values, marks)
 
 
-def _by_place(cells: _Cells, mapping: CanonicalPageMapping, canonical: Sequence[_Cells]) -> Plane:
-    """Cells by where their first byte goes: which of the canonical page's cells, in thousandths."""
-    there = _locate(cells.offsets, mapping.runs, canonical=False)
-    order: Offsets = np.concatenate([plane.offsets.ravel() for plane in canonical])
-    names = [name for plane in canonical for name in _names(plane)]
-    ascending = np.argsort(order, kind="stable")
-    first: Offsets = np.searchsorted(order[ascending], there, side="right") - 1
-    until: Offsets = np.searchsorted(
-        order[ascending], _locate(_ends(cells, mapping), mapping.runs, canonical=False), "right"
-    )
-    starts: list[list[int]] = ascending[first].tolist()
-    ends: list[list[int]] = ascending[until - 1].tolist()
+def _by_place(
+    cells: _Cells,
+    mapping: CanonicalPageMapping,
+    canonical: Sequence[_Cells],
+    every: Sequence[_Cells],
+) -> Plane:
+    """Cells by where they go: which of `canonical`'s cells, in thousandths; named as in `every`."""
+    first = _locate(cells.offsets, mapping.runs, canonical=False)
+    last = _locate(_ends(cells, mapping), mapping.runs, canonical=False)
+    starts, ends, count = *_found(first, last, canonical), sum(c.offsets.size for c in canonical)
+    names = [name for plane in every for name in _names(plane)]
+    from_cell, to_cell = (found.tolist() for found in _found(first, last, every, ordered=False))
     marks = tuple(
         tuple(_from_to(names[a], names[b]) for a, b in zip(*pair, strict=True))
-        for pair in zip(starts, ends, strict=True)
+        for pair in zip(from_cell, to_cell, strict=True)
     )
-    return _plane(cells, (first + until - 1) * 500 // max(order.size - 1, 1), marks)
+    return _plane(cells, (starts + ends) * 500 // max(count - 1, 1), marks)
+
+
+def _found(
+    first: Offsets, last: Offsets, cells: Sequence[_Cells], *, ordered: bool = True
+) -> tuple[Offsets, Offsets]:
+    """Cells that hold the bytes `first` and `last`: places in byte order, or indices."""
+    order: Offsets = np.concatenate([plane.offsets.ravel() for plane in cells])
+    ascending = np.argsort(order, kind="stable")
+    places = [np.searchsorted(order[ascending], each, side="right") - 1 for each in (first, last)]
+    start, stop = places if ordered else [ascending[each] for each in places]
+    return start, stop
+
+
+def _part(cells: _Cells, rank: int, mapping: CanonicalPageMapping) -> Plane:
+    """The canonical page with `rank` where its page goes."""
+    covered = _locate(cells.offsets, mapping.runs, canonical=True) >= 0
+    return _plane(cells, np.where(covered, np.int64(rank), np.int64(NOBODY)), ())
 
 
 def _ends(cells: _Cells, mapping: CanonicalPageMapping) -> Offsets:

@@ -1,8 +1,9 @@
 """A picture laid out on paper: rectangles and words with positions, for SVG, PNG and HTML alike.
 
 Sides stand beside each other; under each heading the canonical page by writer, then pages of ranks
-by where their bytes go. Cells shrink with their number and never below two pixels; neighbours of
-one colour become one rectangle, so that a large page stays a small file.
+by where their bytes go, each with a small canonical page beside it that shows the part it fills.
+Cells shrink with their number; neighbours of one colour become one rectangle, so that a large page
+stays a small file.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ Paint = Callable[[int], RGB]
 _MARGIN = 28
 _GAP = 44
 _WIDTH = 560  # of one side
-_CELL = (2.0, 30.0)  # smallest and largest edge of a cell
-_HEIGHT = 22.0  # largest height of a row
+_CELL = 30.0  # largest width of a cell
+_ROW = (2.0, 12.0, 22.0)  # height of a row: at least, wished for, at most
 _PANEL_HEIGHT = 520.0  # a page is not drawn taller than this unless its rows would vanish
+_GUTTER = 34.0  # for row numbers
+_BETWEEN = 14.0  # planes
+_PART = (104.0, 120.0)  # width and greatest height of the part that a page fills
 
 
 @dataclass(frozen=True)
@@ -132,21 +136,53 @@ def _panel(scene: Scene, panel: Panel, ranks: int, left: float, top: float) -> f
     scene.add(Words(left, top + 11, panel.title, 13.5, bold=True))
     scene.add(Words(left + 8.0 * len(panel.title) + 8, top + 11, panel.note, 11.5, SOFT))
     top += 22
+    first = top
+    widest = _WIDTH - (_PART[0] + 2 * _BETWEEN if panel.part else 0)
+    room = widest - _GUTTER * len(panel.planes) - _BETWEEN * (len(panel.planes) - 1)
     columns = sum(plane.values.shape[1] for plane in panel.planes)
-    gutter = 34.0
-    room = _WIDTH - gutter * len(panel.planes) - 14 * (len(panel.planes) - 1)
-    width = min(_CELL[1], max(_CELL[0] / 2, room / columns))
     rows = max(plane.values.shape[0] for plane in panel.planes)
-    height = min(_HEIGHT, max(_CELL[0], min(width, _PANEL_HEIGHT / rows)))
+    # Planes that are wider than tall stand below each other where beside they would be thin.
+    stacked = len(panel.planes) > 1 and room / columns < 24 and columns > rows * len(panel.planes)
+    if stacked:
+        room = widest - _GUTTER
+        columns = max(plane.values.shape[1] for plane in panel.planes)
+    width = min(_CELL, room / columns)
+    low, wished, high = _ROW
+    share = _PANEL_HEIGHT / rows
+    height = min(high, max(low, min(max(width, wished), share)))
     if columns <= 8:
         width = min(room / columns, 64.0)  # few cells: wide, so that they are seen and named
     if columns <= 2:
         width = min(room / columns, 200.0)
-    bottom = top
+    bottom, x = top, left
     for plane in panel.planes:
-        bottom = max(bottom, _plane(scene, panel, plane, ranks, left + gutter, top, width, height))
-        left += gutter + width * plane.values.shape[1] + 14
+        bottom = max(bottom, _plane(scene, panel, plane, ranks, x + _GUTTER, top, width, height))
+        if stacked:
+            top, bottom = bottom + 8, bottom + 8
+        else:
+            x += _GUTTER + width * plane.values.shape[1] + _BETWEEN
+    if panel.part:
+        bottom = max(bottom, _part(scene, panel, ranks, left + _WIDTH - _PART[0], first))
     return float(bottom + 26)
+
+
+def _part(scene: Scene, panel: Panel, ranks: int, left: float, top: float) -> float:
+    """A small canonical page with the cells that the panel's page fills in the rank's colour."""
+    scene.add(Words(left, top + 10, "the part it fills", 9, SOFT))
+    top += 16
+    wide = (_PART[0] - 3 * (len(panel.part) - 1)) / len(panel.part)
+    most = max(plane.values.shape[0] for plane in panel.part)
+    tall = min(_PART[1], 7.5 * most)
+    for plane in panel.part:
+        rows, columns = plane.values.shape
+        w, h = wide / columns, tall / most
+        scene.add(Rect(left, top, wide, rows * h, colour.of_rank(-1, ranks)))
+        for row, column, down, across in _merged(plane, lambda v: colour.of_rank(v, ranks)):
+            if (rank := int(plane.values[row, column])) >= 0:
+                shade = colour.of_rank(rank, ranks)
+                scene.add(Rect(left + column * w, top + row * h, across * w, down * h, shade))
+        left += wide + 3
+    return float(top + tall)
 
 
 def _plane(
@@ -177,7 +213,7 @@ def _plane(
                 shade = paint(int(plane.values[row, column]))
                 mark = plane.marks[row][column]
                 if len(mark) * 5.5 > width:
-                    mark = mark.partition(" ")[0]
+                    mark = plane.short(row, column)
                 text = min(10.0, height - 3, width / max(len(mark), 1) * 1.5)
                 scene.add(
                     Words(
@@ -200,12 +236,15 @@ def _columns_named(plane: Plane) -> str:
     return "" if plane.label else f"({parts})"
 
 
+_SHORT = {"channel": "chan."}
+
+
 def _row_numbers(scene: Scene, plane: Plane, left: float, top: float, height: float) -> None:
     rows = plane.values.shape[0]
     every = 1
     while every * height < 11:
         every *= 2
-    scene.add(Words(left - 5, top - 6, plane.rows[:5], 9, SOFT, "end"))
+    scene.add(Words(left - 5, top - 6, _SHORT.get(plane.rows, plane.rows), 9, SOFT, "end"))
     for row in range(0, rows, every):
         middle = top + row * height + (height / 2 + 3.2 if height >= 11 else 8.5)
         scene.add(Words(left - 5, middle, str(plane.row_numbers[row]), 9, SOFT, "end"))

@@ -1,14 +1,16 @@
 """Pictures in a terminal: coloured cells, or characters where there is no colour.
 
 Without colour a cell is a digit: the rank, or how far along the canonical page its bytes go (0 to
-z), or the token they go to where there is room. Where a page has more cells than the screen, a cell
-stands for several: in colour it shows their mixture, without colour ``+`` where ranks differ, so
-that a stripe cannot vanish unnoticed.
+z), or the token they go to where there is room. A page with more rows than the screen and few
+columns goes on beside itself, as in a newspaper. Where it has more cells than that leaves room for,
+a cell stands for several: in colour it shows their mixture, without colour ``+`` where ranks
+differ, so that a stripe cannot vanish unnoticed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from rich.style import Style
@@ -53,13 +55,14 @@ def _side(side: Side, room: int, height: int, colours: bool) -> list[Text]:
 
 def _panel(panel: Panel, ranks: int, room: int, height: int, colours: bool) -> list[Text]:
     out = [Text(panel.title, style="bold underline"), Text(panel.note, style="dim")]
-    total = sum(plane.values.shape[1] for plane in panel.planes)
-    usable = room - (_GUTTER + 1) * len(panel.planes)
+    planes = _beside(panel.planes, room, height)
+    total = sum(plane.values.shape[1] for plane in planes)
+    usable = room - (_GUTTER + 1) * len(planes)
     fold = max(1, -(-total // max(usable, 1)))
     wide = 4 if 4 * total <= usable and not panel.by_rank else 2 if 2 * total <= usable else 1
     if total <= 2:
         wide = min(16, usable // total)
-    blocks = [_plane(plane, panel, ranks, fold, wide, height, colours) for plane in panel.planes]
+    blocks = [_plane(plane, panel, ranks, fold, wide, height, colours) for plane in planes]
     for parts in zip_longest(*blocks, fillvalue=Text()):
         line = Text()
         for block, part in zip(blocks, parts, strict=True):
@@ -68,6 +71,26 @@ def _panel(panel: Panel, ranks: int, room: int, height: int, colours: bool) -> l
             line.append(" " * (edge - part.cell_len + 1))
         out.append(line)
     return out
+
+
+def _beside(planes: Sequence[Plane], room: int, height: int) -> Sequence[Plane]:
+    """`planes` cut into as many as it takes to be no taller than `height`, if these fit."""
+    cut = []
+    for plane in planes:
+        rows = len(plane.row_numbers)
+        per = -(-rows // -(-rows // height))
+        for start in range(0, rows, per):
+            chosen = slice(start, start + per)
+            cut.append(
+                replace(
+                    plane,
+                    row_numbers=plane.row_numbers[chosen],
+                    values=plane.values[chosen],
+                    marks=plane.marks[chosen],
+                )
+            )
+    needed = sum(_GUTTER + 1 + plane.values.shape[1] for plane in cut)
+    return cut if needed <= room else planes
 
 
 def _plane(
@@ -85,18 +108,25 @@ def _plane(
         line.append(f"{plane.row_numbers[row]:>{_GUTTER - 1}} ", style="dim")
         for column in range(0, columns, fold):
             cell = [v for r in listed[row : row + down] for v in r[column : column + fold]]
-            mark = plane.marks[row][column] if len(set(cell)) == 1 else ""
-            _cell(line, cell, mark, wide, panel.by_rank, ranks, colours)
+            alike = len(set(cell)) == 1
+            marks = (plane.marks[row][column], plane.short(row, column)) if alike else ("", "")
+            _cell(line, cell, marks, wide, panel.by_rank, ranks, colours)
         out.append(line)
     return out
 
 
 def _cell(
-    line: Text, cell: Sequence[int], mark: str, wide: int, by_rank: bool, ranks: int, colours: bool
+    line: Text,
+    cell: Sequence[int],
+    marks: tuple[str, str],
+    wide: int,
+    by_rank: bool,
+    ranks: int,
+    colours: bool,
 ) -> None:
+    mark, short = marks
     if not colours:
         glyph = "+"
-        short = mark.partition(" ")[0]
         if not by_rank and short and len(short) < wide:
             glyph = short
         elif len(set(cell)) == 1 or not by_rank:
@@ -107,7 +137,7 @@ def _cell(
         colour.of_rank(value, ranks) if by_rank else colour.of_place(value) for value in set(cell)
     ]
     background = colour.blend(shades)
-    text = mark if len(mark) <= wide - 1 else mark.partition(" ")[0]
+    text = mark if len(mark) <= wide - 1 else short
     text = text if len(text) < wide or (wide > 1 and len(text) == wide) else ""
     style = Style(color=colour.css(colour.ink(background)), bgcolor=colour.css(background))
     line.append(text.center(wide), style=style)
