@@ -20,8 +20,12 @@ from vkvmap import (
     TransferPlan,
     derive_canonical_mappings,
 )
+from vkvmap.boxes import Box
 from vkvmap.chunk import ChunkLayout
 from vkvmap.errors import PlanError, SpecError
+from vkvmap.layout import state_layout
+from vkvmap.mapping import runs_from_boxes
+from vkvmap.pack import tiles_of
 from vkvmap.sections import sections_for
 
 MLA = LayerSpec.mla("m", row_bytes=8)
@@ -85,3 +89,56 @@ def test_ids_on_a_device_are_refused() -> None:
             for pair in ((OnDevice(), [0]), ([0], OnDevice())):
                 with pytest.raises(PlanError, match="ids are on cuda:0; pass them on CPU"):
                     plan.store(pair)
+
+
+# ---- mapping -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("many_first", [True, False])
+def test_the_longest_level_of_a_box_stays_a_stride(many_first: bool) -> None:
+    """However far apart its steps are: 2 runs of 64 fragments, never 64 runs of 2."""
+    many = (64, 16, 32) if many_first else (64, 4096, 8192)
+    few = (2, 1 << 20, 1 << 21) if many_first else (2, 64, 128)
+    runs = runs_from_boxes([Box(0, 0, ((8, 1, 1), many, few))])
+    assert [run.num_fragments for run in runs] == [64, 64]
+
+
+# ---- pack ----------------------------------------------------------------------------------------
+
+
+def test_a_tile_is_as_wide_as_its_own_place_allows() -> None:
+    """Fragments that fill a tile, each 8 bytes further from a line than the one before."""
+    tiles = tiles_of([Box(0, 0, ((4096, 1, 1), (4, 4104, 4104)))], 16)
+    assert [1 << int(width) for width in tiles["width_log2"]] == [16, 8, 16, 8]
+
+
+# ---- opaque --------------------------------------------------------------------------------------
+
+
+def test_layers_of_several_tensors_share_no_row() -> None:
+    """Two layers of two tensors each in the rows of one storage: each keeps all of its bytes."""
+    state = [
+        LayerSpec.mamba2(
+            name, num_heads=8, head_dim=2, state_size=3, n_groups=8, conv_kernel=4, conv_elem=1,
+            temporal_elem=1,
+        )
+        for name in "ab"
+    ]  # fmt: skip
+    temporal = 8 * 2 * 3
+    conv = state[0].canonical_bytes(0) - temporal
+    rows = np.random.default_rng(4).integers(0, 256, (3, 2 * (conv + temporal) + 5), np.uint8)
+    layout, caches, at = state_layout(state[0], channels_first=True), {}, 0
+    for name in "ab":
+        parts = [rows[:, at : at + conv], rows[:, at + conv : at + conv + temporal]]
+        caches[name] = CacheView.of(parts, layout)
+        at += conv + temporal
+    mappings = derive_canonical_mappings(LayerTable(state), caches, RankGrid(tp=3), 0)
+    assert len(mappings.refusals) == 2
+    with Region.create(sections_for(mappings, {}, 2), backing="private") as region:
+        with TransferPlan(mappings, caches, region, chunk_tokens={}) as plan:
+            before = rows.copy()
+            plan.store(([1], [1])).check()
+            rows[2] = 0
+            plan.load(([2], [1])).check()
+    assert np.array_equal(rows[2, :at], before[1, :at])
+    assert not rows[2, at:].any()
