@@ -136,6 +136,7 @@ class Region:
                 stays until this object is closed.
             populate_threads: threads that fault the pages in, so that first use is quick and a lack
                 of memory shows here; 0 leaves pages to first use, None means one per core up to 8.
+                On a machine of several memory nodes the pages are striped over them.
             huge_pages: ``"transparent"`` asks for them, ``"reserved"`` takes them from the pool
                 that the administrator set aside, and fails where there are not enough.
             copies: processes of this node that ask for as much each; they must fit together.
@@ -217,13 +218,13 @@ class Region:
             if token is not None and found != token:
                 raise RegionError("that descriptor leads to another region; join again")
             memory = map_shared(fd, size)
+            region = cls(memory, views, backing=backing)
             if path is not None:
                 _count_joined(fd, memory, path)
         except BaseException:
             os.close(fd)
             raise
-        region = cls(memory, views, backing=backing, fd=fd)
-        region._token = found
+        region._fd, region._token = fd, found
         return region
 
     @classmethod
@@ -351,15 +352,16 @@ class Region:
         if self.registration is not None and not len(self._holders):
             self.registration.release()  # before the memory goes, and with no transfer on it
         self._bytes = None
-        if self._server is not None:
-            self._server.close()
-        # A name goes with its creator, not with a fork of it.
-        if self._path is not None and self._pid == os.getpid():
-            with member_count_lock(self._fd):
-                unlink_if_same(self._fd, self._path)
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        # Done from the last to the first, and all of it whichever fails.
+        with contextlib.ExitStack() as steps:
+            if fd >= 0:
+                steps.callback(os.close, fd)
+            # A name goes with its creator, not with a fork of it.
+            if self._path is not None and self._pid == os.getpid():
+                steps.callback(_take_name_away, fd, self._path)
+            if self._server is not None:
+                steps.callback(self._server.close)
 
     def __enter__(self) -> Region:
         return self
@@ -390,6 +392,11 @@ def node_slot(rank: int, *, group_size: int, ranks_per_node: int) -> int:
             "shard and a region reaches one node only; keep a worker group on one node"
         )
     return rank % ranks_per_node
+
+
+def _take_name_away(fd: int, path: str) -> None:
+    with member_count_lock(fd):
+        unlink_if_same(fd, path)
 
 
 # ---- joining ----------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """Getting pages from the kernel: anonymous or named backing, mapping, and faulting pages in.
 
-Pages are populated in slices by several threads, because the kernel zeroes them on the thread that
-asks, and by `madvise`, because it reports a lack of memory where a touch would raise SIGBUS.
+Pages are populated by several threads, because the kernel zeroes them on the thread that asks, and
+by `madvise`, because it reports a lack of memory where a touch would raise SIGBUS. A page lies on
+the memory node of the thread that touched it first. Ranks of all sockets use a region, so its
+stripes take turns among the nodes, each touched from its own: whoever copies, all links carry.
 """
 
 from __future__ import annotations
@@ -11,18 +13,21 @@ import errno
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from vkvmap.errors import RegionError
 from vkvmap.region_backing import create_named
-from vkvmap.region_sections import PAGE, round_up
+from vkvmap.region_sections import PAGE
 
 Backing = Literal["memfd", "private", "file"]
 HugePages = Literal["transparent", "reserved"]
 
 HUGE_PAGE = 2 << 20
+STRIPE = 16 * HUGE_PAGE
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
@@ -38,9 +43,18 @@ def open_backing(
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     if huge_pages == "reserved":
         flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
-    fd = os.memfd_create("vkvmap", flags)
-    os.fchmod(fd, 0o600)
-    os.ftruncate(fd, nbytes)
+    fd = -1
+    try:
+        fd = os.memfd_create("vkvmap", flags)
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        raise RegionError(
+            f"cannot make shared memory of {nbytes:,} bytes: {error.strerror}; free memory or "
+            "descriptors, or do without reserved huge pages"
+        ) from error
     return fd
 
 
@@ -56,21 +70,58 @@ def map_shared(fd: int, nbytes: int) -> mmap.mmap:
 
 
 def populate(address: int, nbytes: int, threads: int | None, huge_pages: HugePages | None) -> None:
-    """Fault every page in, a slice per thread; a lack of memory is an error here, not SIGBUS."""
+    """Fault every page in, striped over memory nodes; a lack of memory is an error, not SIGBUS."""
     if huge_pages == "transparent":
         _madvise(address, nbytes, mmap.MADV_HUGEPAGE)
     count = min(8, os.cpu_count() or 1) if threads is None else threads
     if count < 1:
         return
-    step = round_up(-(-nbytes // count), HUGE_PAGE)
-    slices = [(address + start, min(step, nbytes - start)) for start in range(0, nbytes, step)]
+    parts = _parts(address, nbytes, cpus_by_node(), count)
     with ThreadPoolExecutor(count, thread_name_prefix="vkvmap-populate") as pool:
-        failures = [code for code in pool.map(lambda part: _populate_slice(*part), slices) if code]
+        failures = [code for code in pool.map(lambda part: _populate_part(*part), parts) if code]
     if failures:
         raise RegionError(
             f"populating {nbytes:,} bytes failed: {os.strerror(failures[0])}; the memory "
             "that was free before is not there any more"
         )
+
+
+def cpus_by_node(root: str = "/sys/devices/system/node") -> list[set[int]]:
+    """For each memory node that has processors which this process may use: those processors."""
+    usable = os.sched_getaffinity(0)
+    nodes = []
+    for entry in sorted(Path(root).glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        listed: set[int] = set()
+        for span in (entry / "cpulist").read_text().strip().split(","):
+            first, _, last = span.partition("-")
+            if first:
+                listed.update(range(int(first), int(last or first) + 1))
+        if listed & usable:
+            nodes.append(listed & usable)
+    return nodes or [usable]
+
+
+def _parts(
+    address: int, nbytes: int, nodes: list[set[int]], threads: int
+) -> list[tuple[set[int], list[tuple[int, int]]]]:
+    """Stripes by the thread that is to touch them: (its processors, [(address, bytes)])."""
+    stripes = [(address + start, min(STRIPE, nbytes - start)) for start in range(0, nbytes, STRIPE)]
+    per_node = -(-threads // len(nodes))
+    return [
+        (cpus, mine)
+        for part in range(per_node)
+        for node, cpus in enumerate(nodes)
+        if (mine := stripes[node :: len(nodes)][part::per_node])
+    ]
+
+
+def _populate_part(cpus: set[int], stripes: list[tuple[int, int]]) -> int:
+    with suppress(OSError):  # processors taken away meanwhile: pages land where they land
+        os.sched_setaffinity(0, cpus)  # of this thread alone, which ends with the pool
+    for address, nbytes in stripes:
+        if code := _populate_slice(address, nbytes):
+            return code
+    return 0
 
 
 def _populate_slice(address: int, nbytes: int) -> int:
