@@ -131,6 +131,7 @@ def test_failed_chunks_are_given_back_and_damaged_ones_not_offered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(versions, "miss", lambda: "miss")
+    monkeypatch.setattr(versions, "stats_class", lambda: None)
     card = dict.fromkeys(
         ("certified", "opaque", "bytes_per_token", "num_rows", "row_bytes", "shared"), 0
     )

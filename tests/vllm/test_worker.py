@@ -7,6 +7,8 @@ import logging
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,20 +32,34 @@ class OffloadingWorker:
     submit_store = submit_load = get_finished = wait = shutdown = None
 
 
-def result(job_id: int, success: bool, nbytes: int, seconds: float) -> Any:
-    return SimpleNamespace(job_id=job_id, success=success, bytes=nbytes, seconds=seconds)
+class GPULoadStoreSpec:
+    def __init__(self, block_ids: Any, group_sizes: Any, block_indices: Any) -> None: ...
 
 
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+@dataclass
+class TransferResult:
+    job_id: int
+    success: bool
+    transfer_size: int | None = None
+    transfer_time: float | None = None
+
+
+def base(**other: Any) -> dict[str, Any]:
+    """What the worker takes from the engine; `other` for what differs in a later release."""
+    return {
+        "OffloadingWorker": OffloadingWorker,
+        "GPULoadStoreSpec": GPULoadStoreSpec,
+        "TransferResult": TransferResult,
+    } | other
+
+
+@contextmanager
+def engine(monkeypatch: pytest.MonkeyPatch, contents: dict[str, Any]) -> Iterator[Any]:
     """The worker's module, over an engine that is not there."""
     contents = {
         "vllm": {},
         "vllm.logger": {"init_logger": logging.getLogger},
-        "vllm.v1.kv_offload.base": {
-            "OffloadingWorker": OffloadingWorker,
-            "TransferResult": result,
-        },
+        "vllm.v1.kv_offload.base": contents,
     }
     for name, content in contents.items():
         stand_in = ModuleType(name)
@@ -52,9 +68,17 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ours = [f"vkvmap.integrations.vllm.{name}" for name in ("startup", "worker")]
     for name in ours:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module(ours[-1])
-    for name in ours:
-        sys.modules.pop(name, None)
+    try:
+        yield importlib.import_module(ours[-1])
+    finally:
+        for name in ours:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with engine(monkeypatch, base()) as found:
+        yield found
 
 
 def setting() -> tuple[Setup, memoryview]:
@@ -100,7 +124,10 @@ def test_jobs_are_reported_once_with_their_bytes(module: Any) -> None:
     for name in NAMES:
         assert np.array_equal(setup.caches[name].tensors[0].owner, truth[name])
     done = {entry.job_id: entry for entry in ended(worker, [1, 2])}
-    assert done[1].bytes == 3 * len(NAMES) * HEADS * BLOCK * 2 * SIZE * 2 and done[2].bytes == 0
+    assert (
+        done[1].transfer_size == 3 * len(NAMES) * HEADS * BLOCK * 2 * SIZE * 2
+        and done[2].transfer_size == 0
+    )
     for name in NAMES:
         setup.caches[name].tensors[0].owner[:] = 0
     # A later release may say more by name.
@@ -112,6 +139,25 @@ def test_jobs_are_reported_once_with_their_bytes(module: Any) -> None:
         assert not owner[[0, 2, 4, 5, 7]].any()
     assert ended(worker, [1, 2, 3]) == []
     worker.shutdown()
+
+
+class Renamed:
+    def __init__(self, ids: Any, sizes: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"GPULoadStoreSpec": Renamed}, r"no GPULoadStoreSpec\(block_ids, block_indices"),
+        ({"TransferResult": Renamed}, r"no TransferResult\(job_id, success"),
+        ({"OffloadingWorker": Renamed}, "no OffloadingWorker.get_finished"),
+    ],
+)
+def test_interfaces_that_transfers_need_are_looked_for_before_the_first(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(EngineError, match=sentence), engine(monkeypatch, base(**other)):
+        pass
 
 
 STEPS: dict[str, Callable[[Any], tuple[Any, str]]] = {

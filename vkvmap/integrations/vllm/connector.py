@@ -23,9 +23,10 @@ class VkvmapConnector(_Connector):  # type: ignore[misc]  # the engine has no ty
         self.vkvmap_manager: Any = None
         self._failed_blocks: set[int] = set()
         super().__init__(vllm_config, role, kv_cache_config)
-        side = self.connector_worker if self.connector_worker is not None else None
-        if side is not None:
-            side.spec.connector = self
+        if self.connector_worker is not None:
+            self.connector_worker.spec.connector = self
+        if self.connector_scheduler is not None:
+            self._jobs = versions.scheduler_jobs(self.connector_scheduler)
 
     # ---- worker ---------------------------------------------------------------------------------
 
@@ -65,7 +66,7 @@ class VkvmapConnector(_Connector):  # type: ignore[misc]  # the engine has no ty
         manager = side.manager
         if hasattr(manager, "failed_jobs"):
             for job_id in manager.failed_jobs():
-                status = side._jobs.get(job_id)
+                status = self._jobs.get(job_id)
                 if status is not None:
                     manager.mark_failed(status.keys, stored=status.is_store)
         return super().update_connector_output(connector_output)

@@ -43,6 +43,7 @@ class Emitter:
 
     def __init__(self, card: Mapping[str, Any]) -> None:
         self._card = card
+        self._stats = versions.stats_class()
         self._told: dict[str, int] | None = None
 
     def stats(self, totals: Mapping[str, int]) -> Any | None:
@@ -52,7 +53,7 @@ class Emitter:
         changed = {name: value for name, value in changed.items() if value}
         if not changed and self._told is not None:
             return None
-        stats = versions.stats()
+        stats = self._stats()
         self._gauges(stats)
         for direction in _DIRECTIONS:
             for name in _COUNTERS:

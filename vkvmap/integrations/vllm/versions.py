@@ -20,6 +20,7 @@ _TIERING = "vllm.v1.kv_offload.tiering.spec"
 _BASE = "vllm.v1.kv_offload.base"
 _REGION = "vllm.v1.kv_offload.cpu.shared_offload_region"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
+_SCHEDULER = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
 _STATS = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics"
 
 
@@ -79,7 +80,20 @@ def worker_class() -> Any:
 
 def connector_class() -> Any:
     """The connector whose worker and scheduler sides drive an offloading spec."""
-    return find(_CONNECTOR, "OffloadingConnector")
+    found = find(_CONNECTOR, "OffloadingConnector")
+    for name in ("register_kv_caches", "get_finished", "update_connector_output"):
+        if not hasattr(found, name):
+            raise unsupported(f"OffloadingConnector.{name}")
+    return found
+
+
+def scheduler_jobs(side: Any) -> Any:
+    """Job id -> status with ``keys`` and ``is_store``, of the connector's scheduler side."""
+    jobs = getattr(side, "_jobs", None)
+    status = find(_SCHEDULER, "TransferJobStatus")
+    if jobs is None or not {"keys", "is_store"} <= {field.name for field in fields(status)}:
+        raise unsupported("scheduler jobs with keys and is_store")
+    return jobs
 
 
 # ---- configuration ------------------------------------------------------------------------------
@@ -208,14 +222,29 @@ def host_region(engine_id: str, rank: int, row_bytes: int, num_rows: int, prefau
 # ---- results ------------------------------------------------------------------------------------
 
 
-def transfer_result(job_id: int, success: bool, nbytes: int, seconds: float) -> Any:
-    """How the engine is told that a transfer has ended."""
-    return find(_BASE, "TransferResult")(job_id, success, nbytes, seconds)
+def result_class() -> Any:
+    """How the engine is told that a transfer has ended: job, success, bytes, seconds."""
+    found = find(_BASE, "TransferResult")
+    wanted = ["job_id", "success", "transfer_size", "transfer_time"]
+    if list(inspect.signature(found).parameters)[:4] != wanted:
+        raise unsupported(f"TransferResult({', '.join(wanted)})")
+    return found
 
 
-def stats() -> Any:
-    """An empty set of the engine's metrics."""
-    return find(_STATS, "OffloadingConnectorStats")()
+def check_jobs() -> None:
+    """Refuse a release whose jobs do not say what `JobIds` reads."""
+    wanted = {"block_ids", "group_sizes", "block_indices"}
+    if not wanted <= set(inspect.signature(find(_BASE, "GPULoadStoreSpec")).parameters):
+        raise unsupported(f"GPULoadStoreSpec({', '.join(sorted(wanted))})")
+
+
+def stats_class() -> Any:
+    """A set of the engine's metrics; made empty."""
+    found = find(_STATS, "OffloadingConnectorStats")
+    for name in ("increase_counter", "set_gauge", "aggregate"):
+        if not hasattr(found, name):
+            raise unsupported(f"OffloadingConnectorStats.{name}")
+    return found
 
 
 def metric(kind: str, documentation: str, labels: Sequence[str] = ()) -> Any:

@@ -32,6 +32,8 @@ from vkvmap.transfer import Engine, Job
 from vkvmap.transfer_plan import TransferPlan
 
 _Worker: Any = versions.worker_class()
+_Result: Any = versions.result_class()
+versions.check_jobs()
 
 
 @dataclass(slots=True)
@@ -127,7 +129,7 @@ class VkvmapWorker(_Worker):  # type: ignore[misc]  # the engine has no types he
             del self._pending[job_id]
             nbytes, _why = pending.outcome or (0, None)
             seconds = time.perf_counter() - pending.started
-            results.append(versions.transfer_result(job_id, True, nbytes, seconds))
+            results.append(_Result(job_id, True, nbytes, seconds))
         return results
 
     def wait(self, job_ids: Iterable[int]) -> None:
