@@ -129,6 +129,21 @@ def test_a_namespace_of_another_kind_is_refused(tmp_path, change):
         VllmFiles.open(files.base)
 
 
+def test_our_pages_in_the_engines_files_are_read_unless_they_are_private(tmp_path):
+    """Their namespace has our name in its dtype and no format id."""
+    said = {**namespace(tmp_path).config, "dtype": "float32+vkvmap-0123abcd"}
+    del said["canonical_format"]
+    files = replace(
+        namespace(tmp_path), dtype=said["dtype"], canonical_format="", row_bytes=0
+    )  # no file yet, so no length
+    files.base.mkdir(parents=True)
+    (files.base / "config.json").write_text(json.dumps(said))
+    assert VllmFiles.open(files.base) == files
+    (files.base / "config.json").write_text(json.dumps({**said, "parallel_agnostic": False}))
+    with pytest.raises(FormatError, match="of one configuration"):
+        VllmFiles.open(files.base)
+
+
 def test_a_folder_without_a_description_is_refused(tmp_path):
     with pytest.raises(FormatError, match="not a namespace"):
         VllmFiles.open(tmp_path)

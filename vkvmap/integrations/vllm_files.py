@@ -1,4 +1,4 @@
-"""The page files of vLLM's own file tier, for canonical layouts ``v1-nhd`` and ``v1-hnd``.
+"""The page files of vLLM's own file tier: canonical layouts ``v1-nhd`` and ``v1-hnd``, and ours.
 
 With ``canonical_layout`` and a file-system tier, vLLM (0.32, 0.33) writes one file per chunk,
 
@@ -7,6 +7,9 @@ With ``canonical_layout`` and a file-system tier, vLLM (0.32, 0.33) writes one f
 holding one row of its host region: per layer, the canonical pages of `blocks_per_file` blocks, then
 whatever is left of the row. That is a chunk of the native family followed by padding, so importing
 and exporting moves no byte within it; only names and the identity are translated.
+
+The integration's pages (`vkvmap.integrations.vllm`) lie in such files too. Their namespace has no
+format id but our name in its ``dtype``, unless they are of one configuration alone.
 
 The format id names the family of layouts, not the layout: whether K and V of a head lie together
 and how a backend fills its cells is for the caller's identity to say. The files carry no checksums:
@@ -40,6 +43,8 @@ Progress = Callable[[int, int], None]
 
 #: Format ids whose rows are canonical pages.
 CANONICAL_FORMATS = ("v1-hnd", "v1-nhd")
+#: In the ``dtype`` of a namespace, in front of the name that the integration gave it.
+OURS = "+vkvmap-"
 _BATCH = 16
 
 
@@ -54,7 +59,7 @@ class VllmFiles:
         tokens_per_block: tokens of one block.
         blocks_per_file: blocks of one file.
         layer_names: layers of the one KV cache group, in vLLM's order.
-        canonical_format: ``"v1-nhd"`` or ``"v1-hnd"``.
+        canonical_format: ``"v1-nhd"`` or ``"v1-hnd"``; empty for pages of the integration's.
         row_bytes: length of a file: the canonical pages, padded as vLLM pads its host rows.
     """
 
@@ -77,6 +82,7 @@ class VllmFiles:
         """
         try:
             said = read_json((base / "config.json").read_bytes())
+            private = said.get("parallel_agnostic") is False
             groups = said["kv_cache_groups"]
             if len(groups) != 1:
                 raise FormatError(f"{base}: {len(groups)} KV cache groups; one is supported")
@@ -93,10 +99,12 @@ class VllmFiles:
             )
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise FormatError(f"{base} is not a namespace of vLLM's file tier: {error}") from error
-        if made.canonical_format not in CANONICAL_FORMATS:
+        ours = OURS in made.dtype and not made.canonical_format
+        if private or not (ours or made.canonical_format in CANONICAL_FORMATS):
+            what = "of one configuration" if private else made.canonical_format or "not canonical"
             raise FormatError(
-                f"{base}: format {made.canonical_format or 'of one configuration'!r}; canonical "
-                f"layouts {CANONICAL_FORMATS} can be imported"
+                f"{base}: format {what!r}; canonical layouts {CANONICAL_FORMATS}, and pages that "
+                "vkvmap.integrations.vllm shares between configurations, can be imported"
             )
         if made.base != base:
             raise FormatError(f"{base}: its config.json belongs to {made.base.name}")
@@ -110,7 +118,7 @@ class VllmFiles:
     @property
     def config(self) -> dict[str, Any]:
         """What vLLM writes into ``config.json`` and hashes into the name."""
-        return {
+        said = {
             "model_name": self.model_name,
             "tokens_per_hash": self.tokens_per_hash,
             "blocks_per_file": self.blocks_per_file,
@@ -123,8 +131,10 @@ class VllmFiles:
                 {"tokens_per_block": self.tokens_per_block, "layer_names": list(self.layer_names)}
             ],
             "inference_engine": "vllm",
-            "canonical_format": self.canonical_format,
         }
+        if self.canonical_format:
+            said["canonical_format"] = self.canonical_format
+        return said
 
     @property
     def base(self) -> Path:
