@@ -62,6 +62,10 @@ def _panel(panel: Panel, ranks: int, room: int, height: int, colours: bool) -> l
     wide = 4 if 4 * total <= usable and not panel.by_rank else 2 if 2 * total <= usable else 1
     if total <= 2:
         wide = min(16, usable // total)
+    elif not panel.by_rank:
+        longest = max(len(mark) for plane in planes for row in plane.marks for mark in row)
+        if longest <= 7 and (longest + 1) * total <= usable:
+            wide = longest + 1
     blocks = [_plane(plane, panel, ranks, fold, wide, height, colours) for plane in planes]
     for parts in zip_longest(*blocks, fillvalue=Text()):
         line = Text()
@@ -128,7 +132,7 @@ def _cell(
     if not colours:
         glyph = "+"
         if not by_rank and short and len(short) < wide:
-            glyph = short
+            glyph = mark if len(mark) < wide else short
         elif len(set(cell)) == 1 or not by_rank:
             glyph = _glyph(cell[0], by_rank)
         line.append(glyph.ljust(wide))
