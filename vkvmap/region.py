@@ -24,7 +24,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,17 @@ __all__ = ["Region", "RegionHandle", "Section", "SectionView", "node_slot"]
 Bytes = npt.NDArray[np.uint8]
 
 
+@contextlib.contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """Say as a RegionError what the system refuses."""
+    try:
+        yield
+    except RegionError:
+        raise
+    except OSError as error:
+        raise RegionError(f"cannot {what}: {error.strerror or error}") from error
+
+
 @dataclass(frozen=True)
 class RegionHandle:
     """How a process of this node and user finds a region; small and picklable.
@@ -98,7 +109,7 @@ class Region:
         self, memory: Any, sections: Sequence[SectionView], *, backing: str, fd: int = -1
     ) -> None:
         self._bytes: Bytes | None = np.frombuffer(memory, np.uint8)
-        self._fd = fd
+        self._fd = -1
         self._server: DescriptorServer | None = None
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -110,10 +121,12 @@ class Region:
         self._sections = {view.name: view for view in located(sections, self.address)}
         self.backing = backing
         self.registration: Any = None
+        self._fd = fd  # last: until here it is the caller's to close
 
     # ---- making one ---------------------------------------------------------------------------
 
     @classmethod
+    @_saying("make a region")
     def create(
         cls,
         sections: Iterable[Section],
@@ -179,6 +192,7 @@ class Region:
         return region
 
     @classmethod
+    @_saying("join a region")
     def attach(cls, source: RegionHandle | int | str, *, timeout: float = 30.0) -> Region:
         """Join a region that another process of this user created.
 

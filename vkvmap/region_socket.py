@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from vkvmap.errors import RegionError
 
@@ -31,19 +31,22 @@ class DescriptorServer:
         Raises `RegionError` if the name is taken.
         """
         self.address = "@" + (name or f"vkvmap-{os.getpid()}-{secrets.token_hex(8)}")
-        self._fd = os.dup(fd)
         self._pid = os.getpid()
         self._closing = threading.Event()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            self._socket.bind("\0" + self.address[1:])
-        except OSError as error:
-            self._socket.close()
-            os.close(self._fd)
-            raise RegionError(f"cannot listen at {self.address}: {error.strerror}") from error
-        self._socket.listen(64)
         self._thread = threading.Thread(target=self._serve, name="vkvmap-region", daemon=True)
-        self._thread.start()
+        with ExitStack() as undo:
+            try:
+                self._fd = os.dup(fd)
+                undo.callback(os.close, self._fd)
+                kind = socket.SOCK_STREAM | socket.SOCK_CLOEXEC
+                self._socket = undo.enter_context(socket.socket(socket.AF_UNIX, kind))
+                self._socket.bind("\0" + self.address[1:])
+                self._socket.listen(64)
+                self._thread.start()
+            except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
+                why = error.strerror if isinstance(error, OSError) and error.strerror else error
+                raise RegionError(f"cannot listen at {self.address}: {why}") from error
+            undo.pop_all()
 
     def _serve(self) -> None:
         while True:
@@ -111,11 +114,14 @@ def _take(client: socket.socket, address: str) -> int:
     greeting, ancillary, _, _ = client.recvmsg(len(_GREETING), socket.CMSG_SPACE(size))
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS and len(data) >= size:
-            fd = array.array("i", data[:size])[0]
-            os.set_inheritable(fd, False)
-            if greeting == _GREETING:
-                return fd
-            os.close(fd)
+            fds = array.array("i", data[: len(data) // size * size])
+            # The kernel rounds the room for one up to room for two.
+            wanted = 1 if greeting == _GREETING else 0
+            for fd in fds[wanted:]:
+                os.close(fd)
+            if wanted:
+                os.set_inheritable(fds[0], False)
+                return fds[0]
     raise RegionError(f"{address} did not hand over a region; is it a vkvmap process?")
 
 
