@@ -25,13 +25,13 @@ import numpy.typing as npt
 from vkvmap.configuration import Configuration
 from vkvmap.derive import derive_canonical_mappings
 from vkvmap.errors import StoreError
+from vkvmap.format import iterate_formats
 from vkvmap.identity import Identity
 from vkvmap.mapping import Family
 from vkvmap.paged import paged_layer, views_of
 from vkvmap.region import Region
 from vkvmap.sections import sections_for
 from vkvmap.store import CanonicalStore
-from vkvmap.store_upkeep import ls
 from vkvmap.transfer_plan import TransferPlan
 
 Bytes = npt.NDArray[np.uint8]
@@ -109,7 +109,7 @@ def to_canonical(
         keys = files.keys(group)
         if not keys:
             continue
-        with _Bench(files, group, batch_bytes) as bench:
+        with _Bench(files, group, batch_bytes, len(keys)) as bench:
             for batch in bench.batches(keys):
                 rows = [row for row, key in enumerate(batch) if bench.read(key, row, done)]
                 bench.move(store=True, rows=len(batch))
@@ -142,21 +142,22 @@ def from_canonical(
 
     Raises:
         RefusedError: a layer cannot be certified under this configuration.
-        StoreError: the store's identity is another one.
+        StoreError: the store's identity is another one, or files cannot be written.
     """
     _same_identity(files, store)
     done = Converted()
-    identity = files.identity
+    chosen_keys = None if keys is None else frozenset(keys)
     wanted = {}
-    for index, group in enumerate(identity.layers.groups):
-        there = ls(store.path, identity=identity.name, folder=str(index))
-        found = _keys(entry.key for entry in there)
-        wanted[group] = found if keys is None else [key for key in found if key in set(keys)]
+    for chunk in iterate_formats(files.identity):
+        found = store.keys(chunk.group)
+        if chosen_keys is not None:
+            found = [key for key in found if key in chosen_keys]
+        wanted[chunk.group] = found
     total = sum(map(len, wanted.values()))
     for group, chosen in wanted.items():
         if not chosen:
             continue
-        with _Bench(files, group, batch_bytes) as bench:
+        with _Bench(files, group, batch_bytes, len(chosen)) as bench:
             for batch in bench.batches(chosen):
                 rows = [bench.region.row(group, index) for index in range(len(batch))]
                 job = store.get(batch, group, rows)
@@ -175,12 +176,10 @@ def from_canonical(
 class _Bench:
     """Caches of all ranks of one configuration, side by side, and a region to move through."""
 
-    def __init__(self, files: PageFiles, group: str, batch_bytes: int) -> None:
+    def __init__(self, files: PageFiles, group: str, batch_bytes: int, chunks: int) -> None:
         self.files, self.group = files, group
         identity, side = files.identity, files.configuration
         self.table = identity.layers
-        self.chunk_bytes = identity.chunks[group].payload_bytes
-        self.batch = max(1, batch_bytes // self.chunk_bytes)
         chunk_tokens = {name: identity.chunks[name].tokens for name in self.table.groups}
         family: Family = identity.family
         members = [spec.name for spec in self.table.in_group(group)]
@@ -192,14 +191,21 @@ class _Bench:
             family=family,
             strict=True,
         )
+        # Strict: a group of which a layer is not described has been refused by now.
+        self.chunk_bytes = identity.chunks[group].payload_bytes
+        self.batch = max(1, min(batch_bytes // self.chunk_bytes, chunks))
         sections = [s for s in sections_for(first, chunk_tokens, self.batch) if s.name == group]
         self.region = Region.create(sections, backing="private")
         self.memory: dict[tuple[int, int], dict[str, Bytes]] = {}
         self.plans: dict[tuple[int, int], TransferPlan] = {}
-        for stage, names in enumerate(side.stage_layers(self.table)):
-            mine = [name for name in names if name in members]
-            for rank in range(side.grid.size if mine else 0):
-                self._add_rank(stage, rank, mine, family, chunk_tokens)
+        try:
+            for stage, names in enumerate(side.stage_layers(self.table)):
+                mine = [name for name in names if name in members]
+                for rank in range(side.grid.size if mine else 0):
+                    self._add_rank(stage, rank, mine, family, chunk_tokens)
+        except BaseException:
+            self.close()
+            raise
 
     def _add_rank(
         self, stage: int, rank: int, names: list[str], family: Family, chunk_tokens: dict[str, int]
@@ -253,12 +259,19 @@ class _Bench:
         """Write row `row` of every rank's cache to its file, whole or not at all."""
         for (stage, rank), arrays in self.memory.items():
             path = self.files.path(stage, rank, self.group, key)
-            path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(f".{os.getpid()}.tmp")
-            with open(temporary, "wb") as file:
-                for array in arrays.values():
-                    file.write(array[row].data)
-            os.replace(temporary, path)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(temporary, "wb") as file:
+                    for array in arrays.values():
+                        file.write(array[row].data)
+                os.replace(temporary, path)
+            except BaseException as error:
+                with suppress(OSError):
+                    os.unlink(temporary)
+                if isinstance(error, OSError):
+                    raise StoreError(f"cannot write {path}: {error.strerror}") from error
+                raise
 
     def move(self, *, store: bool, rows: int) -> None:
         for plan in self.plans.values():
@@ -270,6 +283,9 @@ class _Bench:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         for plan in self.plans.values():
             plan.close()
         self.region.close(force=True)

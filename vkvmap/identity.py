@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from vkvmap.chunk import ChunkLayout, number_for
@@ -133,6 +133,11 @@ class Identity:
             placement,
         )
 
+    def part(self, names: Collection[str]) -> Identity:
+        """The identity of the layers `names` alone, in model order: what a part of a row has."""
+        chosen = LayerTable(spec for name, spec in self.layers.items() if name in names)
+        return replace(self, layers=chosen)
+
     def difference(self, other: str) -> str | None:
         """Why chunks described by the JSON text `other` are not ours, or None if they are."""
         if other == self._json:
@@ -142,6 +147,9 @@ class Identity:
         except ValueError:
             return "its description is not JSON"
         ours = json.loads(self._json)
+        if _is_part(theirs, ours):
+            some, all_ = len(theirs["layers"]), len(ours["layers"])
+            return f"it has {some} of the {all_} layers: a part of chunks that are stored in parts"
         return _first_difference(theirs, ours, "") or "its description is not in canonical form"
 
     # ---- contents -----------------------------------------------------------------------------
@@ -237,6 +245,17 @@ def _check_plain(value: Any, where: str) -> None:
             f"{where}: {value!r} must be a string, a whole number, true, false or null; anything "
             "else has no single spelling"
         )
+
+
+def _is_part(theirs: Any, ours: dict[str, Any]) -> bool:
+    """Whether `theirs` describes some of the layers of `ours`, and nothing else differently."""
+    if not isinstance(theirs, dict) or not isinstance(theirs.get("layers"), list):
+        return False
+    layers = [layer for layer in ours["layers"] if layer in theirs["layers"]]
+    kept = {layer["group"] for layer in layers}
+    groups = [group for group in ours["groups"] if group["name"] in kept]
+    smaller = len(layers) < len(ours["layers"])
+    return smaller and theirs == {**ours, "layers": layers, "groups": groups}
 
 
 def _first_difference(theirs: Any, ours: Any, where: str) -> str | None:

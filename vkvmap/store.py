@@ -9,18 +9,21 @@ bounded in memory, and one chunk's failure is that chunk's alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
-from vkvmap.format import ChunkFormat, iterate_formats
+from vkvmap.errors import StoreError
+from vkvmap.format import ChunkFormat
 from vkvmap.identity import Identity
 from vkvmap.ledger import Ledger
 from vkvmap.region import Region
-from vkvmap.store_base import ChunkStore, WitnessOf
+from vkvmap.store_base import ChunkStore
 from vkvmap.store_directory import Directory, Sync
 from vkvmap.store_files import ChunkFiles, FileSystem, direct_io_works
 from vkvmap.store_job import StoreJob
-from vkvmap.store_space import EvictionPolicy, Space, least_recently_used, make_folder
+from vkvmap.store_listing import keys_below
+from vkvmap.store_shelf import WitnessOf
+from vkvmap.store_space import EvictionPolicy, Space, least_recently_used
 
 __all__ = ["CanonicalStore", "StoreJob"]
 
@@ -39,6 +42,9 @@ class CanonicalStore(ChunkStore):
             and drops what changed while it was written.
         witnesses: region section -> what gives the end-to-end digests of a row, such as
             `WitnessBoard.witnesses`; they are stored with the chunk and come back with `get`.
+        parts: layer names, every layer in one part; default: chunks are stored whole. For models
+            whose pipeline stages run on several nodes: no stage that stores may split a part. All
+            who share chunks must name the same parts.
         capacity: most bytes that the directory may take, all identities together; None: no bound.
         policy: which chunks go first when it is full; default: those unread for longest.
         sync: ``"data"`` (default): bytes are on the medium before a chunk appears. ``"full"``: its
@@ -63,6 +69,7 @@ class CanonicalStore(ChunkStore):
         formats: Mapping[str, ChunkFormat] | None = None,
         ledgers: Mapping[str, Ledger] | None = None,
         witnesses: Mapping[str, WitnessOf] | None = None,
+        parts: Sequence[Collection[str]] | None = None,
         capacity: int | None = None,
         policy: EvictionPolicy = least_recently_used,
         sync: Sync = "data",
@@ -83,10 +90,6 @@ class CanonicalStore(ChunkStore):
         )
         works = direct and direct_io_works(f"{self.path}/state")
         backend = Directory(self._space, ChunkFiles(system, direct=works), sync)
-        if formats is None:
-            formats = {chunk.group: chunk for chunk in iterate_formats(identity)}
-        for chunk in formats.values():
-            self._describe(chunk.identity)
         super().__init__(
             identity,
             backend,
@@ -95,15 +98,40 @@ class CanonicalStore(ChunkStore):
             formats=formats,
             ledgers=ledgers,
             witnesses=witnesses,
+            parts=parts,
             threads=threads,
             queue_depth=queue_depth,
         )
+        pieces = [piece for shelf in self._shelves.values() for piece in shelf.pieces]
+        self._identities = {piece.chunk.identity.name: piece.chunk.identity for piece in pieces}
+        try:
+            for stored in self._identities.values():
+                self._describe(stored)
+        except OSError as error:
+            self.close()
+            raise StoreError(f"cannot write to the store at {self.path}: {error}") from error
+
+    def keys(self, group: str) -> list[bytes]:
+        """The keys of all chunks that are there, in order; of chunks in parts, of whole ones."""
+        found: set[str] | None = None
+        for piece in self._shelf(group).pieces:
+            names = keys_below(piece.base)
+            found = names if found is None else found & names
+        keys = []
+        for name in found or ():
+            with suppress(ValueError):  # a stranger's file
+                keys.append(bytes.fromhex(name))
+        return sorted(keys)
 
     def neighbours(self) -> dict[str, str]:
         """Other identities in this directory -> how they differ: why their chunks are misses."""
         reasons = {}
-        for name in sorted(os.listdir(self.path)):
-            if len(name) == 64 and name != self.identity.name:
+        try:
+            names = sorted(os.listdir(self.path))
+        except OSError as error:
+            raise StoreError(f"cannot read {self.path}: {error}") from error
+        for name in names:
+            if len(name) == 64 and name not in self._identities:
                 try:
                     with open(f"{self.path}/{name}/identity.json", encoding="utf-8") as text:
                         reason = self.identity.difference(text.read())
@@ -114,9 +142,7 @@ class CanonicalStore(ChunkStore):
 
     def _describe(self, identity: Identity) -> None:
         """Put the description beside the chunks, for people; the name alone decides."""
-        folder = f"{self.path}/{identity.name}"
-        path = f"{folder}/identity.json"
-        make_folder(folder)
+        path = f"{self.path}/{identity.name}/identity.json"
         with suppress(OSError, ValueError), open(path, encoding="utf-8") as text:
             if text.read() == identity.json:
                 return

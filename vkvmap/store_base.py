@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
-from typing import Literal, Protocol, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -25,93 +25,11 @@ from vkvmap.ledger import Ledger
 from vkvmap.region import Region
 from vkvmap.store_job import Outcome, StoreJob
 from vkvmap.store_queue import IoThreads, Task
+from vkvmap.store_shelf import Backend, Bytes, Result, Shelf, WitnessOf
 
-Bytes = npt.NDArray[np.uint8]
 Rows = Sequence[int] | Sequence[Bytes]
-SUFFIX = ".chunk"
-#: Region row -> the end-to-end digests of the chunk in it.
-WitnessOf = Callable[[int], Sequence[Witness]]
 _Direction = Literal["put", "get"]
 _Store = TypeVar("_Store", bound="ChunkStore")
-
-
-@dataclass(frozen=True)
-class Shelf:
-    """Where the chunks of one region section go.
-
-    Attributes:
-        chunk: their format.
-        base: what the name of every one of them starts with.
-        ledger: when rows of the section are complete, or None where nobody keeps one.
-        known: keys that were there at the last look.
-        looked_at: one number, the state of the backend that `known` belongs to.
-        witness: row -> end-to-end digests to store with it, or None.
-    """
-
-    chunk: ChunkFormat
-    base: str
-    ledger: Ledger | None = None
-    known: set[bytes] = field(default_factory=set)
-    looked_at: list[int] = field(default_factory=lambda: [0])
-    witness: WitnessOf | None = None
-
-    def path(self, key: bytes) -> str:
-        """The name of the chunk `key` (docs/format.md)."""
-        name = key.hex()
-        return f"{self.base}/{name[:2]}/{name}{SUFFIX}"
-
-    def clear(self, payload: Bytes, layers: frozenset[str] | None) -> None:
-        """Leave nothing of what a load that went wrong has put into its row."""
-        for start, stop in self.chunk.ranges(layers):
-            payload[start:stop] = 0
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of one chunk, why, and the bytes that moved."""
-
-    outcome: Outcome
-    reason: str | None = None
-    written: int = 0
-    read: int = 0
-    witnesses: tuple[Witness, ...] = ()
-
-
-class Backend(Protocol):
-    """What keeps the bytes. Called by several threads at once; raises nothing on bad chunks."""
-
-    def put(
-        self,
-        shelf: Shelf,
-        key: bytes,
-        payload: Bytes,
-        unchanged: Callable[[], bool],
-        witnesses: Sequence[Witness],
-    ) -> Result:
-        """Store the chunk; do not let it appear unless `unchanged()` after its bytes were read."""
-
-    def get(
-        self, shelf: Shelf, key: bytes, payload: Bytes, layers: frozenset[str] | None
-    ) -> Result:
-        """Load the chunk into `payload` and verify it; zeros in `payload` if that fails.
-
-        Of `layers` only, if given: their bytes are read, verified or zeroed, and no others.
-        """
-
-    def lookup(self, shelf: Shelf, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Which keys are there."""
-
-    def prefix(self, shelf: Shelf, keys: Sequence[bytes]) -> int:
-        """How many keys, from the first, are there without a gap."""
-
-    def delete(self, shelf: Shelf, keys: Sequence[bytes]) -> int:
-        """Remove chunks; how many there were."""
-
-    def counters(self) -> dict[str, int]:
-        """What it counts itself."""
-
-    def close(self) -> None:
-        """Let go of everything. Nothing is in flight any more."""
 
 
 class ChunkStore:
@@ -127,27 +45,36 @@ class ChunkStore:
         formats: Mapping[str, ChunkFormat] | None,
         ledgers: Mapping[str, Ledger] | None,
         witnesses: Mapping[str, WitnessOf] | None,
+        parts: Sequence[Collection[str]] | None,
         threads: int,
         queue_depth: int,
     ) -> None:
         self.identity = identity
         self._backend = backend
         self._region = region
-        if formats is None:
-            formats = {chunk.group: chunk for chunk in iterate_formats(identity)}
-        self._shelves = {
-            name: Shelf(
-                chunk,
-                f"{root}{chunk.identity.name}/{chunk.folder}",
-                (ledgers or {}).get(name),
-                witness=(witnesses or {}).get(name),
-            )
-            for name, chunk in formats.items()
-        }
-        if threads < 1:
+        try:
+            if formats is None:
+                formats = {chunk.group: chunk for chunk in iterate_formats(identity)}
+            self._shelves = {
+                name: Shelf(
+                    chunk,
+                    f"{root}{chunk.identity.name}/{chunk.folder}",
+                    (ledgers or {}).get(name),
+                    (witnesses or {}).get(name),
+                )
+                for name, chunk in formats.items()
+            }
+            if parts is not None:
+                self._shelves = {
+                    name: shelf.divided(root, identity, parts)
+                    for name, shelf in self._shelves.items()
+                }
+            if threads < 1:
+                raise StoreError(f"threads={threads}: a store needs at least one thread")
+            self._threads = IoThreads(threads, queue_depth)
+        except BaseException:
             backend.close()
-            raise StoreError(f"threads={threads}: a store needs at least one thread")
-        self._threads = IoThreads(threads, queue_depth)
+            raise
         self._closed = False
         self._pid = os.getpid()
         self._counters = dict.fromkeys((*get_args(Outcome), "bytes_written", "bytes_read"), 0)
@@ -158,7 +85,14 @@ class ChunkStore:
 
     # ---- chunks -------------------------------------------------------------------------------
 
-    def put(self, keys: Sequence[bytes], group: str, rows: Rows) -> StoreJob:
+    def put(
+        self,
+        keys: Sequence[bytes],
+        group: str,
+        rows: Rows,
+        *,
+        layers: Collection[str] | None = None,
+    ) -> StoreJob:
         """Store chunks, asynchronously; waits while the queue is full.
 
         Args:
@@ -166,12 +100,14 @@ class ChunkStore:
             group: the region section, which is the layer group for canonical chunks.
             rows: row numbers in that section, or uint8 arrays ``(payload_bytes,)``. They must not
                 change until the job is done.
+            layers: names of the layers that the rows hold, where pipeline stages on other nodes
+                have the others; the parts that these fill are stored. Default all.
 
         Raises:
-            StoreError: unknown group, closed, or used after a fork.
+            StoreError: unknown group, closed, used after a fork, or `layers` cut a part.
             FormatError: a key or a row has a wrong length.
         """
-        job, tasks = self._prepare("put", keys, group, rows)
+        job, tasks = self._prepare("put", keys, group, rows, layers)
         self._queue(self._threads.submit, tasks)
         return job
 
@@ -195,9 +131,16 @@ class ChunkStore:
         self._queue(self._threads.submit, tasks)
         return job
 
-    def try_put(self, keys: Sequence[bytes], group: str, rows: Rows) -> StoreJob | None:
+    def try_put(
+        self,
+        keys: Sequence[bytes],
+        group: str,
+        rows: Rows,
+        *,
+        layers: Collection[str] | None = None,
+    ) -> StoreJob | None:
         """As `put`, but never waits: None, and nothing done, where the queue has no room now."""
-        job, tasks = self._prepare("put", keys, group, rows)
+        job, tasks = self._prepare("put", keys, group, rows, layers)
         return job if self._queue(self._threads.try_submit, tasks) else None
 
     def try_get(
@@ -217,15 +160,23 @@ class ChunkStore:
 
         It may be gone or prove damaged by the time it is read; `get` says.
         """
-        return np.array(self._backend.lookup(self._shelf(group), keys), np.bool_)
+        there = np.ones(len(keys), np.bool_)
+        for piece in self._shelf(group).pieces:
+            there &= np.array(self._backend.lookup(piece, keys), np.bool_)
+        return there
 
     def prefix(self, keys: Sequence[bytes], group: str) -> int:
         """How many of `keys`, from the first, are stored without a gap."""
-        return self._backend.prefix(self._shelf(group), keys)
+        found = len(keys)
+        for piece in self._shelf(group).pieces:
+            found = self._backend.prefix(piece, keys[:found])
+        return found
 
     def delete(self, keys: Sequence[bytes], group: str) -> int:
-        """Remove chunks; how many there were."""
-        return self._backend.delete(self._shelf(group), keys)
+        """Remove chunks; how many there were, also of those that lacked a part."""
+        pieces = self._shelf(group).pieces
+        removed = [[self._backend.delete(piece, [key]) for piece in pieces] for key in keys]
+        return sum(any(parts) for parts in removed)
 
     # ---- the store itself ---------------------------------------------------------------------
 
@@ -279,16 +230,19 @@ class ChunkStore:
         if len(keys) != len(rows):
             raise StoreError(f"{len(keys)} keys for {len(rows)} rows; one row per key is needed")
         shelf = self._shelf(group)
-        chosen = None if layers is None else _layers_of(shelf, layers)
+        filled = shelf.pieces
+        chosen = None if layers is None else shelf.chosen(layers)
+        if chosen is not None and direction == "put":
+            filled = shelf.filled_by(chosen)
         job = StoreJob(len(keys))
         tasks = []
         for index, key in enumerate(keys):
             payload, row = self._row(shelf, group, rows[index])
             check_key(key)
             if direction == "put":
-                work = partial(self._put_complete, shelf, key, payload, row)
+                work = partial(self._put_complete, shelf, filled, key, payload, row)
             else:
-                work = partial(self._backend.get, shelf, key, payload, chosen)
+                work = partial(self._get_pieces, shelf, key, payload, chosen)
             tasks.append(self._task(job, index, work))
         return job, tasks
 
@@ -313,11 +267,13 @@ class ChunkStore:
 
         return task
 
-    def _put_complete(self, shelf: Shelf, key: bytes, payload: Bytes, row: int | None) -> Result:
+    def _put_complete(
+        self, shelf: Shelf, filled: Sequence[Shelf], key: bytes, payload: Bytes, row: int | None
+    ) -> Result:
         """Store the chunk if its row is complete, and stays the same while it is read."""
         ledger, extra = shelf.ledger, shelf.witness
         if row is None:
-            return self._backend.put(shelf, key, payload, lambda: True, ())
+            return self._put_pieces(filled, key, payload, lambda: True, ())
         generation = 0 if ledger is None else ledger.generation(row)
         if ledger is not None and not ledger.complete([row])[0]:
             return Result("incomplete", f"writers {ledger.waiting_for(row)} have not reported")
@@ -326,7 +282,38 @@ class ChunkStore:
             return ledger is None or ledger.generation(row) == generation
 
         witnesses = extra(row) if extra is not None else ()
-        return self._backend.put(shelf, key, payload, unchanged, witnesses)
+        return self._put_pieces(filled, key, payload, unchanged, witnesses)
+
+    def _put_pieces(
+        self,
+        filled: Sequence[Shelf],
+        key: bytes,
+        payload: Bytes,
+        unchanged: Callable[[], bool],
+        witnesses: Sequence[Witness],
+    ) -> Result:
+        total = Result("present")
+        for piece in filled:
+            mine = piece.own(witnesses)
+            result = self._backend.put(piece, key, piece.of(payload), unchanged, mine)
+            total = total.and_then(result)
+            if not total.good:
+                break  # what is stored already costs room, but nothing else
+        return total
+
+    def _get_pieces(
+        self, shelf: Shelf, key: bytes, payload: Bytes, layers: frozenset[str] | None
+    ) -> Result:
+        total, touched = Result("hit"), shelf.touched_by(layers)
+        for index, (piece, wanted) in enumerate(touched):
+            result = self._backend.get(piece, key, piece.of(payload), wanted)
+            witnesses = piece.others(result.witnesses)
+            total = total.and_then(replace(result, witnesses=witnesses))
+            if not total.good:
+                for loaded, part in touched[:index]:
+                    loaded.clear(loaded.of(payload), part)
+                break
+        return total
 
     def _count(self, result: Result) -> None:
         with self._counting:
@@ -352,13 +339,3 @@ class ChunkStore:
         if not payload.flags.c_contiguous:
             raise FormatError(f"group {group!r}: rows must be contiguous")
         return payload, number
-
-
-def _layers_of(shelf: Shelf, layers: Collection[str]) -> frozenset[str]:
-    known = {page.layer for page in shelf.chunk.pages}
-    unknown = sorted(set(layers) - known)
-    if unknown:
-        raise StoreError(
-            f"group {shelf.chunk.group!r} has no layers {unknown[:3]}, but {len(known)} others"
-        )
-    return frozenset(layers)

@@ -16,10 +16,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from vkvmap.errors import FormatError
+from vkvmap.errors import FormatError, StoreError
 from vkvmap.format import Witness
-from vkvmap.store_base import SUFFIX, Result, Shelf
 from vkvmap.store_files import ChunkFiles, close_quietly
+from vkvmap.store_shelf import SUFFIX, Result, Shelf
 from vkvmap.store_space import Space
 
 Bytes = npt.NDArray[np.uint8]
@@ -47,6 +47,8 @@ class Directory:
     ) -> Result:
         """Store the chunk in `payload`, unless it is there; see `Backend`."""
         if os.access(shelf.path(key), os.F_OK):
+            if key in shelf.stuck:
+                return Result("failed", "a damaged file has its name and cannot be moved away")
             shelf.known.add(key)
             return Result("present")
         header = shelf.chunk.header(key, payload, witnesses)
@@ -63,14 +65,22 @@ class Directory:
             padded = shelf.chunk.padded_payload_bytes
             self._chunks.write(fd, header, payload, padded, sync=self._sync != "none")
             if not unchanged():
-                self._space.abandon(temporary, nbytes)
+                self._abandon(temporary, nbytes)
                 return Result("incomplete", "the row got new content while it was written")
             return self._publish(shelf, key, temporary, nbytes)
         except OSError as error:
-            self._space.abandon(temporary, nbytes)
+            self._abandon(temporary, nbytes)
             return _not_stored(error)
+        except BaseException:
+            self._abandon(temporary, nbytes)
+            raise
         finally:
             close_quietly(self._files, fd)
+
+    def _abandon(self, temporary: str, nbytes: int) -> None:
+        """Remove the temporary, or leave it: without its writer the next count removes it."""
+        with suppress(OSError):
+            self._space.abandon(temporary, nbytes)
 
     def _publish(self, shelf: Shelf, key: bytes, temporary: str, nbytes: int) -> Result:
         target = shelf.path(key)
@@ -108,19 +118,32 @@ class Directory:
             # Under this name nothing but this chunk belongs, so what is foreign is damaged here.
             shelf.clear(payload, layers)
             shelf.known.discard(key)
-            self._space.quarantine(path, fd)
-            return Result("damaged", str(error))
+            return Result("damaged", f"{error}{self._out_of_the_way(shelf, key, fd)}")
         except OSError as error:
             # The file may be good: only this reading of it was not.
             shelf.clear(payload, layers)
             return Result("failed", str(error))
         else:
+            shelf.stuck.discard(key)
             with suppress(OSError):  # a file system mounted read-only keeps no order of use
                 self._files.touch(fd)
             read = sum(stop - start for start, stop in shelf.chunk.ranges(layers))
             return Result("hit", read=read, witnesses=header.witnesses)
         finally:
             close_quietly(self._files, fd)
+
+    def _out_of_the_way(self, shelf: Shelf, key: bytes, fd: int) -> str:
+        """Move the damaged file away; what to add to the reason where that cannot be done.
+
+        Then it is remembered, or lookups would promise it for ever.
+        """
+        try:
+            self._space.quarantine(shelf.path(key), fd)
+        except OSError as error:
+            shelf.stuck.add(key)
+            return f"; its file stays in place: {error.strerror or error}"
+        shelf.stuck.discard(key)
+        return ""
 
     # ---- look ---------------------------------------------------------------------------------
 
@@ -139,7 +162,7 @@ class Directory:
 
     def _finder(self, shelf: Shelf) -> Callable[[bytes], bool]:
         epoch = self._space.epoch
-        known, base, access = shelf.known, shelf.base, os.access
+        known, stuck, base, access = shelf.known, shelf.stuck, shelf.base, os.access
         if epoch != shelf.looked_at[0]:
             # A chunk has disappeared since: what was known to be there may not be.
             known.clear()
@@ -149,7 +172,7 @@ class Directory:
             if key in known:
                 return True
             name = key.hex()
-            if access(f"{base}/{name[:2]}/{name}{SUFFIX}", os.F_OK):
+            if key not in stuck and access(f"{base}/{name[:2]}/{name}{SUFFIX}", os.F_OK):
                 known.add(key)
                 return True
             return False
@@ -157,8 +180,11 @@ class Directory:
         return found
 
     def delete(self, shelf: Shelf, keys: Sequence[bytes]) -> int:
-        """Remove chunks; how many there were."""
-        return sum(self._space.remove(shelf.path(key)) for key in keys)
+        """Remove chunks; how many there were. StoreError where the file system refuses."""
+        try:
+            return sum(self._space.remove(shelf.path(key)) for key in keys)
+        except OSError as error:
+            raise StoreError(f"cannot remove chunks: {error}") from error
 
     # ---- the directory ------------------------------------------------------------------------
 

@@ -59,12 +59,16 @@ class IoThreads:
     def _add(self, tasks: Sequence[Task]) -> None:
         if self._closed:
             raise RuntimeError("the store is closed")
-        if not self._threads:
-            for index in range(self._count):
-                name = f"vkvmap-store-{index}"
-                thread = threading.Thread(target=self._run, name=name, daemon=True)
-                self._threads.append(thread)
+        while len(self._threads) < self._count:
+            name = f"vkvmap-store-{len(self._threads)}"
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            try:
                 thread.start()
+            except RuntimeError:  # the process has all the threads it may have
+                if not self._threads:
+                    raise
+                break  # fewer will do; the next task tries again
+            self._threads.append(thread)
         self._tasks.extend(tasks)
         self._outstanding += len(tasks)
         self._changed.notify_all()

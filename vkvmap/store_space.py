@@ -24,29 +24,21 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 from vkvmap.errors import StoreError
-from vkvmap.store_base import SUFFIX
 from vkvmap.store_files import FileSystem
+from vkvmap.store_listing import (
+    QUARANTINE,
+    TEMPORARY,
+    Entry,
+    iterate,
+    make_folder,
+    plain_files,
+)
 
-TEMPORARY = "tmp"
-QUARANTINE = "quarantine"
 _STATE = struct.Struct("<8sQQ16s")  # magic, used, epoch, boot
 _MAGIC = b"VKVSTOR\x01"
 _USED_AT, _EPOCH_AT = 8, 16
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A stored chunk as the file system sees it; `used_at` in nanoseconds since the epoch."""
-
-    path: str
-    identity: str
-    folder: str
-    key: str
-    nbytes: int
-    used_at: int
 
 
 #: Puts the chunks that should go first in front.
@@ -93,27 +85,46 @@ class Space:
         self._names = itertools.count()
         self._threads = threading.Lock()
         self._pid = os.getpid()
+        self._lock_fd = -1
+        self._state: mmap.mmap | None = None
         _make_root(root)
         try:
-            self._lock_fd = os.open(f"{root}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            self._lock_fd = os.open(f"{root}/lock", flags, 0o600)
+            with self.locked():
+                self._state = _open_state(f"{root}/state")
+                self._begin(sweep)
         except OSError as error:
-            raise StoreError(f"cannot open a store at {root}: {error.strerror}") from error
-        with self.locked():
-            self._state = _open_state(f"{root}/state")
-            magic, _, _, boot = _STATE.unpack_from(self._state)
-            if magic != _MAGIC or boot != _boot():
-                # After a power loss the counter may be older than the files it counts.
-                epoch = _STATE.unpack_from(self._state)[2] if magic == _MAGIC else 0
-                _STATE.pack_into(self._state, 0, _MAGIC, self._count()[1], epoch + 1, _boot())
-            elif sweep:
-                self._add_used(-self._sweep())
+            self.close()
+            raise StoreError(f"cannot open a store at {root}: {_why(error)}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, sweep: bool) -> None:
+        """Believe the counters that are there, or count anew."""
+        magic, _, epoch, boot = _STATE.unpack_from(self._words)
+        if magic != _MAGIC or boot != _boot():
+            # After a power loss the counter may be older than the files it counts.
+            epoch = epoch if magic == _MAGIC else 0
+            _STATE.pack_into(self._words, 0, _MAGIC, self._count()[1], epoch + 1, _boot())
+        elif sweep:
+            self._add_used(-self._sweep())
+
+    @property
+    def _words(self) -> mmap.mmap:
+        if self._state is None:
+            raise StoreError("the store is closed")
+        return self._state
 
     def close(self) -> None:
-        """Let go of the directory."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-            self._state.close()
+        """Let go of the directory; closing again does nothing."""
+        fd, self._lock_fd = self._lock_fd, -1
+        state, self._state = self._state, None
+        if state is not None:
+            state.close()
+        if fd >= 0:
+            os.close(fd)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -135,18 +146,18 @@ class Space:
     @property
     def used(self) -> int:
         """Bytes that chunks, temporaries and quarantine take, never too low."""
-        return int(struct.unpack_from("<Q", self._state, _USED_AT)[0])
+        return int(struct.unpack_from("<Q", self._words, _USED_AT)[0])
 
     @property
     def epoch(self) -> int:
         """Changes before any chunk disappears."""
-        return int(struct.unpack_from("<Q", self._state, _EPOCH_AT)[0])
+        return int(struct.unpack_from("<Q", self._words, _EPOCH_AT)[0])
 
     def _add_used(self, nbytes: int) -> None:
-        struct.pack_into("<Q", self._state, _USED_AT, max(0, self.used + nbytes))
+        struct.pack_into("<Q", self._words, _USED_AT, max(0, self.used + nbytes))
 
     def _next_epoch(self) -> None:
-        struct.pack_into("<Q", self._state, _EPOCH_AT, self.epoch + 1)
+        struct.pack_into("<Q", self._words, _EPOCH_AT, self.epoch + 1)
 
     # ---- writing ------------------------------------------------------------------------------
 
@@ -169,12 +180,16 @@ class Space:
             path = f"{self.root}/{TEMPORARY}/{self._pid}-{next(self._names)}-{nbytes}.tmp"
             make_folder(os.path.dirname(path))
             self._add_used(nbytes)
+            fd = -1
             try:
                 fd = make(path)
+                fcntl.flock(fd, fcntl.LOCK_EX)
             except BaseException:
                 self._add_used(-nbytes)
+                if fd >= 0:
+                    os.close(fd)
+                    self.files.unlink(path)
                 raise
-            fcntl.flock(fd, fcntl.LOCK_EX)
         return fd, path
 
     def publish(self, path: str, target: str, nbytes: int) -> bool:
@@ -201,13 +216,23 @@ class Space:
             self._add_used(-nbytes)
 
     def write_small(self, target: str, text: str) -> None:
-        """Make `target` a small text file, whole or not at all."""
+        """Make `target` a small text file, whole or not at all, and the folder that it is in.
+
+        Raises:
+            OSError: it cannot be written; nothing is left of it.
+        """
         with self.locked():
             make_folder(f"{self.root}/{TEMPORARY}")
+            make_folder(os.path.dirname(target))
             path = f"{self.root}/{TEMPORARY}/{self._pid}-{next(self._names)}-0.tmp"
-            with open(path, "w", encoding="utf-8") as small:
-                small.write(text)
-            self.files.rename(path, target)
+            try:
+                with open(path, "w", encoding="utf-8") as small:
+                    small.write(text)
+                self.files.rename(path, target)
+            except BaseException:
+                with suppress(OSError):
+                    self.files.unlink(path)
+                raise
 
     # ---- removing -----------------------------------------------------------------------------
 
@@ -234,7 +259,11 @@ class Space:
     def quarantine(self, path: str, fd: int) -> bool:
         """Move the damaged file that `fd` has open out of the way; whether it was still in it.
 
-        By now another process may have put a good chunk there; that one stays.
+        By now another process may have put a good chunk there; that one stays. Where a damaged
+        file cannot be kept, it is removed.
+
+        Raises:
+            OSError: it can be neither moved nor removed.
         """
         with self.locked():
             try:
@@ -245,32 +274,39 @@ class Space:
                 return False
             self._next_epoch()
             folder = f"{self.root}/{QUARANTINE}"
-            make_folder(folder)
             parts = os.path.relpath(path, self.root).split(os.sep)
             name = f"{parts[0][:16]}-{parts[1]}-{parts[-1]}.{self._pid}-{next(self._names)}"
-            self.files.rename(path, f"{folder}/{name}")
+            try:
+                make_folder(folder)
+                self.files.rename(path, f"{folder}/{name}")
+            except OSError:  # the disk is full, or somebody's file is called "quarantine"
+                self._remove(path, held.st_size)
             self._next_epoch()
-            kept = sorted(os.scandir(folder), key=lambda item: item.stat().st_mtime_ns)
-            for item in kept[: max(0, len(kept) - self.quarantine_files)]:
-                self._remove(item.path, item.stat().st_size)
+            with suppress(OSError):  # one file too many until the next one comes
+                kept = sorted(plain_files(folder), key=lambda item: item.stat().st_mtime_ns)
+                for item in kept[: max(0, len(kept) - self.quarantine_files)]:
+                    self._remove(item.path, item.stat().st_size)
         return True
 
     def _evict(self, nbytes: int) -> None:
         """Make room for `nbytes`, and a twentieth more so that the next scan is not soon."""
         capacity = self.capacity or 0
         entries, used = self._count()
-        struct.pack_into("<Q", self._state, _USED_AT, used)
+        struct.pack_into("<Q", self._words, _USED_AT, used)
         if used + nbytes <= capacity or nbytes > capacity:
             return
         self._next_epoch()
         goal = capacity - nbytes - min(capacity // 20, capacity - nbytes)
+        # What cannot be removed is passed over: the next one may do.
         for item in plain_files(f"{self.root}/{QUARANTINE}"):
             if self.used > goal:
-                self._remove(item.path, item.stat().st_size)
+                with suppress(OSError):
+                    self._remove(item.path, item.stat().st_size)
         for entry in self.policy(entries):
             if self.used <= goal:
                 break
-            self.evicted += self._remove(entry.path, entry.nbytes)
+            with suppress(OSError):
+                self.evicted += self._remove(entry.path, entry.nbytes)
         self._next_epoch()
 
     def _count(self) -> tuple[list[Entry], int]:
@@ -290,8 +326,9 @@ class Space:
         reserved = 0
         for item in plain_files(f"{self.root}/{TEMPORARY}"):
             if _is_orphan(item.path):
-                self.files.unlink(item.path)
-                reserved += _promised(item.name)
+                with suppress(OSError):  # it stays, and goes on being counted
+                    self.files.unlink(item.path)
+                    reserved += _promised(item.name)
         return reserved
 
     def collect(self) -> int:
@@ -299,7 +336,7 @@ class Space:
         with self.locked():
             before = len(plain_files(f"{self.root}/{TEMPORARY}"))
             _, used = self._count()
-            struct.pack_into("<Q", self._state, _USED_AT, used)
+            struct.pack_into("<Q", self._words, _USED_AT, used)
             return before - len(plain_files(f"{self.root}/{TEMPORARY}"))
 
     def orphans(self) -> int:
@@ -314,53 +351,6 @@ class Space:
             return sum(self._remove(item.path, item.stat().st_size) for item in items)
 
 
-def iterate(root: str) -> Iterator[Entry]:
-    """Every chunk file below `root`, in no particular order, but those that vanish meanwhile."""
-    for identity in _folders(root):
-        if len(identity.name) != 64:
-            continue
-        for group in _folders(identity.path):
-            for bucket in _folders(group.path):
-                for item in plain_files(bucket.path):
-                    if not item.name.endswith(SUFFIX):
-                        continue
-                    with suppress(FileNotFoundError):
-                        status = item.stat(follow_symlinks=False)
-                        yield Entry(
-                            item.path,
-                            identity.name,
-                            group.name,
-                            item.name.removesuffix(SUFFIX),
-                            status.st_size,
-                            status.st_mtime_ns,
-                        )
-
-
-def make_folder(path: str) -> None:
-    """Make the folder `path` and those above it, all for their owner only."""
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        make_folder(os.path.dirname(path))
-        with suppress(FileExistsError):
-            os.mkdir(path, 0o700)
-
-
-def _folders(path: str) -> list[os.DirEntry[str]]:
-    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as items:
-        return [item for item in items if item.is_dir(follow_symlinks=False)]
-    return []
-
-
-def plain_files(path: str) -> list[os.DirEntry[str]]:
-    """The regular files in folder `path`; none if there is no such folder."""
-    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as items:
-        return [item for item in items if item.is_file(follow_symlinks=False)]
-    return []
-
-
 def _promised(name: str) -> int:
     """How long the temporary `name` will be; it may have just begun."""
     size = name.removesuffix(".tmp").rsplit("-", 1)[-1]
@@ -368,11 +358,17 @@ def _promised(name: str) -> int:
 
 
 def _is_orphan(path: str) -> bool:
-    """Whether no living process holds the temporary. Call it under the directory's lock."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    """Whether no living process holds the temporary. Call it under the directory's lock.
+
+    One that cannot be asked counts as held.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:
         return False
     finally:
         os.close(fd)
@@ -384,11 +380,15 @@ def _make_root(root: str) -> None:
         make_folder(root)
         status = os.stat(root)
     except OSError as error:
-        raise StoreError(f"cannot open a store at {root}: {error.strerror}") from error
+        raise StoreError(f"cannot open a store at {root}: {_why(error)}") from error
     if status.st_mode & stat.S_IWOTH:
         raise StoreError(
             f"{root} can be written by everybody; chmod it, chunks there prove nothing"
         )
+
+
+def _why(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 def _open_state(path: str) -> mmap.mmap:

@@ -9,7 +9,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import xxhash
@@ -18,7 +18,8 @@ from vkvmap.errors import FormatError, StoreError
 from vkvmap.foreign import read_json
 from vkvmap.format import ALIGNMENT, MOST_HEADER_BYTES, describe_header, header_length
 from vkvmap.store_files import FileSystem
-from vkvmap.store_space import QUARANTINE, TEMPORARY, Entry, Space, iterate, plain_files
+from vkvmap.store_listing import QUARANTINE, TEMPORARY, Entry, iterate, plain_files
+from vkvmap.store_space import Space
 
 #: Called with (good chunks so far, their bytes) after each file.
 Progress = Callable[[int, int], None]
@@ -61,6 +62,7 @@ class Check:
         chunks, nbytes: what can be served.
         damaged: path -> what is wrong with it.
         misplaced: path -> where its header says it belongs.
+        unreadable: path -> why it cannot be read; that says nothing about the file, which stays.
         unknown: files that are no part of a store.
         orphans: temporaries whose writer is gone.
         repaired: files moved to quarantine or removed.
@@ -70,6 +72,7 @@ class Check:
     nbytes: int = 0
     damaged: dict[str, str] = field(default_factory=dict)
     misplaced: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     orphans: int = 0
     repaired: int = 0
@@ -77,7 +80,7 @@ class Check:
     @property
     def clean(self) -> bool:
         """Whether every chunk can be served."""
-        return not (self.damaged or self.misplaced)
+        return not (self.damaged or self.misplaced or self.unreadable)
 
 
 @dataclass
@@ -113,9 +116,8 @@ def stats(path: str) -> StoreStats:
         found.nbytes += entry.nbytes
     found.temporaries = len(plain_files(f"{path}/{TEMPORARY}"))
     found.quarantined = len(plain_files(f"{path}/{QUARANTINE}"))
-    space = Space(path, FileSystem(), sweep=False)
-    found.used = space.used
-    space.close()
+    with _opened(path) as space:
+        found.used = space.used
     return found
 
 
@@ -128,37 +130,42 @@ def fsck(path: str, *, repair: bool = False, progress: Progress | None = None) -
         progress: called after each file.
     """
     _require_store(path)
-    space, found = Space(path, FileSystem(), sweep=False), Check()
-    try:
+    found = Check()
+    with _opened(path) as space:
         for entry in iterate(path):
             try:
-                fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                _check_entry(entry, found, space if repair else None)
             except FileNotFoundError:  # evicted meanwhile
                 continue
-            try:
-                belongs = check_file(fd)
-                here = (entry.identity, entry.folder, entry.key)
-                if belongs == here:
-                    found.chunks += 1
-                    found.nbytes += entry.nbytes
-                else:
-                    found.misplaced[entry.path] = "/".join(belongs)
-            except FormatError as error:
-                found.damaged[entry.path] = str(error)
-            finally:
-                broken = entry.path in found.damaged or entry.path in found.misplaced
-                if repair and broken:
-                    found.repaired += space.quarantine(entry.path, fd)
-                os.close(fd)
+            except OSError as error:
+                found.unreadable[entry.path] = error.strerror or str(error)
             if progress is not None:
                 progress(found.chunks, found.nbytes)
         found.unknown = list(_unknown(path))
         found.orphans = space.orphans()
         if repair:
             found.repaired += space.collect()
-    finally:
-        space.close()
     return found
+
+
+def _check_entry(entry: Entry, found: Check, repairing: Space | None) -> None:
+    fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        try:
+            belongs = check_file(fd)
+        except FormatError as error:
+            found.damaged[entry.path] = str(error)
+        else:
+            if belongs == (entry.identity, entry.folder, entry.key):
+                found.chunks += 1
+                found.nbytes += entry.nbytes
+                return
+            found.misplaced[entry.path] = "/".join(belongs)
+        if repairing is not None:
+            with suppress(OSError):  # it stays, listed and not counted as repaired
+                found.repaired += repairing.quarantine(entry.path, fd)
+    finally:
+        os.close(fd)
 
 
 def gc(
@@ -179,8 +186,8 @@ def gc(
     _require_store(path)
     if identity == "":
         raise StoreError("identity '' would remove every chunk; name the identity, or its start")
-    space, removed = Space(path, FileSystem(), sweep=False), Collected()
-    try:
+    removed = Collected()
+    with _opened(path) as space:
         removed.temporaries = space.collect()
         if quarantine:
             removed.quarantined = space.empty_quarantine()
@@ -194,9 +201,19 @@ def gc(
                 removed.nbytes += entry.nbytes
         with space.locked():
             _remove_empty_folders(path)
+    return removed
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Space]:
+    """The store's space, to look at and to clean; what the system refuses is a StoreError."""
+    space = Space(path, FileSystem(), sweep=False)
+    try:
+        yield space
+    except OSError as error:
+        raise StoreError(f"cannot look after the store at {path}: {error}") from error
     finally:
         space.close()
-    return removed
 
 
 def check_file(fd: int) -> tuple[str, str, str]:

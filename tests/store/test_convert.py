@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from vkvmap.configuration import Configuration
 from vkvmap.convert import PageFiles, from_canonical, to_canonical
 from vkvmap.errors import RefusedError, StoreError
 from vkvmap.identity import Identity
+from vkvmap.region_backing import available_memory
 from vkvmap.spec import LayerSpec, LayerTable
 from vkvmap.store import CanonicalStore
 
@@ -149,3 +152,67 @@ def test_a_file_that_no_key_names_is_left_alone(tmp_path):
         assert files.keys("full") == []
         assert to_canonical(files, store).chunks == 0
     assert stray.read_text() == "not pages"
+
+
+def test_a_group_that_nobody_described_is_refused_by_its_layer(tmp_path):
+    layers = LayerTable(
+        [
+            LayerSpec.attention("layers.0.attn", num_kv_heads=2, head_size=8, group="full"),
+            LayerSpec.opaque("layers.1.state", page_bytes=64, group="state"),
+        ]
+    )
+    identity = Identity("org/model", "abc", layers, TOKENS)
+    files = PageFiles(tmp_path / "a", identity, Configuration.parse("tp=1,block=16"))
+    file = files.path(0, 0, "state", KEYS[0])
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(64))
+    with CanonicalStore(tmp_path / "store", identity) as store:
+        with pytest.raises(RefusedError, match=r"layers\.1\.state"):
+            to_canonical(files, store)
+        assert from_canonical(store, files).chunks == 0
+
+
+def test_a_page_file_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
+    """A full disk: what was written stays, whole; what was being written goes."""
+    files = page_files(tmp_path / "a", SIDES[2])
+    write_all(files)
+    out, left = page_files(tmp_path / "b", SIDES[0]), [5]
+    real = os.replace
+
+    def replace(source, target) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(source, target)
+
+    with CanonicalStore(tmp_path / "store", IDENTITY, sync="none") as store:
+        to_canonical(files, store)
+        monkeypatch.setattr(os, "replace", replace)
+        with pytest.raises(StoreError, match=r"cannot write .*\.pages: No space left"):
+            from_canonical(store, out)
+    written = [path for path in out.root.rglob("*") if path.is_file()]
+    assert len(written) == 5 and all(path.suffix == ".pages" for path in written)
+
+
+def test_no_more_memory_is_taken_than_the_chunks_need(tmp_path):
+    files = page_files(tmp_path / "a", SIDES[2])
+    write_all(files)
+    before = available_memory()
+    with CanonicalStore(tmp_path / "store", IDENTITY, sync="none") as store:
+        # A batch of as much memory as there is: seven small chunks need next to none of it.
+        assert to_canonical(files, store, batch_bytes=2 * before).chunks == 14
+
+
+def test_chunks_in_parts_are_exported_once_all_parts_are_there(tmp_path):
+    files = page_files(tmp_path / "a", SIDES[1])
+    write_all(files)
+    parts = files.configuration.stage_layers(LAYERS)
+    out = page_files(tmp_path / "b", SIDES[0])
+    with CanonicalStore(tmp_path / "store", IDENTITY, sync="none", parts=parts) as store:
+        assert to_canonical(files, store).chunks == 14
+        os.unlink(store._shelves["full"].parts[1].path(KEYS[3]))
+        assert from_canonical(store, out).chunks == 13
+    assert out.keys("full") == sorted(KEYS[:3] + KEYS[4:]) and out.keys("latent") == sorted(KEYS)
+    for stage, rank in ranks(out):
+        found = out.path(stage, rank, "full", KEYS[4]).read_bytes()
+        assert found == expected_file(out, stage, rank, "full", 4)

@@ -14,7 +14,7 @@ import ctypes
 import mmap
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
@@ -27,7 +27,8 @@ from vkvmap.format import ALIGNMENT, MOST_HEADER_BYTES, ChunkFormat, Witness
 from vkvmap.identity import Identity
 from vkvmap.ledger import Ledger
 from vkvmap.region import Region
-from vkvmap.store_base import ChunkStore, Result, Shelf, WitnessOf
+from vkvmap.store_base import ChunkStore
+from vkvmap.store_shelf import Result, Shelf, WitnessOf
 
 __all__ = ["MooncakeStore", "connect"]
 
@@ -91,7 +92,7 @@ class MooncakeStore(ChunkStore):
 
     Args:
         client: from `connect`; closed by whoever made it, after this store.
-        identity, region, formats, ledgers, witnesses, threads, queue_depth: as for
+        identity, region, formats, ledgers, witnesses, parts, threads, queue_depth: as for
             `CanonicalStore`. Rows of `region` are moved without a copy; arrays go through a staging
             buffer.
 
@@ -108,6 +109,7 @@ class MooncakeStore(ChunkStore):
         formats: Mapping[str, ChunkFormat] | None = None,
         ledgers: Mapping[str, Ledger] | None = None,
         witnesses: Mapping[str, WitnessOf] | None = None,
+        parts: Sequence[Collection[str]] | None = None,
         threads: int = 4,
         queue_depth: int = 64,
     ) -> None:
@@ -119,6 +121,7 @@ class MooncakeStore(ChunkStore):
             formats=formats,
             ledgers=ledgers,
             witnesses=witnesses,
+            parts=parts,
             threads=threads,
             queue_depth=queue_depth,
         )
