@@ -321,7 +321,7 @@ def growth(report: Report, options: Any) -> bool:
     engine = Engine(1)
     met = True
     # Both sides, and a little.
-    sizes = [size for size in GROWTH_MIB if size * MIB * 2.1 < available]
+    sizes = [size for size in options.sizes if size * MIB * 2.1 < available]
     series = {
         "bytes": [(size, 1) for size in sizes],
         "layers": [(256, layers) for layers in (1, 8, 40, 80)],
@@ -354,7 +354,7 @@ def growth(report: Report, options: Any) -> bool:
                     ),
                     "" if ratio <= 1.15 else "  NOT FLAT (1.15)",
                 )
-    left_out = [size for size in GROWTH_MIB if size not in sizes]
+    left_out = [size for size in options.sizes if size not in sizes]
     if left_out:
         print(f"not measured, memory does not allow: {left_out} MiB")
     engine.shutdown()
@@ -406,6 +406,9 @@ def main() -> int:
         "--huge", action="store_true", help="region on huge pages, of this process alone"
     )
     options_parser.add_argument("--growth", action="store_true", help="cost per byte as it grows")
+    options_parser.add_argument(
+        "--sizes", type=int, nargs="+", default=GROWTH_MIB, metavar="MIB", help="for --growth"
+    )
     options_parser.add_argument("--warm", action="store_true", help="data that caches hold")
     options = options_parser.parse_args()
     report = Report(options.json)
