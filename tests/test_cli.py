@@ -263,6 +263,17 @@ def test_every_option_of_explain_reaches_the_report(
     assert found == value
 
 
+def test_a_model_may_be_named_as_its_publisher_names_it(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "explain meta-llama/Llama-3.1-8B --from tp=2 --to tp=1 --json"
+    assert cli(line).json["sides"] == cli(line.replace("meta-llama/", "")).json["sides"]
+    monkeypatch.chdir(tmp_path)  # where a folder of that name exists, it is meant
+    (tmp_path / "meta-llama/Llama-3.1-8B").mkdir(parents=True)
+    ran = cli(line)
+    assert ran.code == 2 and "cannot read" in ran.out
+
+
 def test_explain_reads_a_config_json(cli: Any, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(
@@ -294,6 +305,8 @@ WRONG = [
     ("explain llama-3-8b --to tp=2", "--from", "Missing"),
     ("explain llama-3-8 --from tp=1 --to tp=2", "MODEL", "llama-3-8b"),
     ("explain llama-3-8b --from tp=4,dpc=2 --to tp=2", "--from", "nearest right value: dcp"),
+    ("explain llama-3-8b --from tp8 --to tp=2", "--from", "nearest right value: tp=8"),
+    ("explain llama-3-8b --from tp=4", "--to", "Target"),
     ("explain llama-3-8b --from tp=4 --to tp=two", "--to", "tp=1"),
     ("explain llama-3-8b --from tp=4 --to tp=-2", "--to", "positive"),
     ("explain llama-3-8b --from tp=4 --to tp=", "--to", "needs a value"),

@@ -35,7 +35,7 @@ class ConfigurationError(SpecError):
 
     def __init__(self, key: str, value: object, rule: str, nearest: str = "") -> None:
         hint = f"; nearest right value: {nearest}" if nearest else ""
-        super().__init__(f"{key}={value}: {rule}{hint}")
+        super().__init__(f"{key}={value}: {rule}{hint}" if value != "" else f"{key}: {rule}{hint}")
         self.key, self.value, self.rule, self.nearest = key, str(value), rule, nearest
 
 
@@ -75,6 +75,9 @@ class Configuration:
         given: dict[str, str] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
             key, equals, value = (piece.strip() for piece in item.partition("="))
+            if not equals and (split := _unspelled(key)):
+                rule = "a configuration is KEY=VALUE pairs with commas between them"
+                raise ConfigurationError(key, "", rule, "=".join(split))
             if key not in KEYS:
                 raise ConfigurationError(
                     key,
@@ -218,6 +221,12 @@ def _positive(key: str, value: str) -> int:
     if number < 1:
         raise ConfigurationError(key, value, "must be a positive integer", f"{key}=1")
     return number
+
+
+def _unspelled(item: str) -> tuple[str, str] | None:
+    """``("tp", "8")`` for ``tp8``."""
+    key = item.rstrip("0123456789")
+    return (key, item[len(key) :]) if key in KEYS and key != item else None
 
 
 def _stages(value: str) -> tuple[int, tuple[int, ...] | None]:

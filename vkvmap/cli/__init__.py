@@ -109,6 +109,8 @@ def _usage(error: click.UsageError, as_json: bool) -> int:
     parameter = getattr(error, "param", None)
     if parameter is not None:
         details["option"] = parameter.opts[0]
+    if isinstance(error, click.MissingParameter) and isinstance(parameter, click.Option):
+        message = f"{message.rstrip('.')}: {parameter.help}"
     if error.ctx is not None and not as_json:
         message += f"\nSee: {error.ctx.command_path} --help"
     return fail(message, EXIT_WRONG, as_json, **details)

@@ -21,16 +21,15 @@ from vkvmap.cli.params import (
     MODEL_OPTIONS,
     Positive,
     Spelled,
+    check_stages,
     configuration,
     identity_options,
     model_table,
     options,
     stored_identity,
 )
-from vkvmap.configuration import ConfigurationError
 from vkvmap.convert import Converted, PageFiles, from_canonical, to_canonical
 from vkvmap.errors import FormatError, RefusedError, StoreError
-from vkvmap.sharing import decide
 from vkvmap.store import CanonicalStore
 
 _OPTIONS = options(
@@ -53,7 +52,6 @@ _OPTIONS = options(
     identity_options,
     LAYOUT_OPTIONS,
     MODEL_OPTIONS,
-    click.option("--chunk-tokens", type=Positive(), help="Tokens of a chunk; default: one page."),
     click.option(
         "--batch-mib",
         type=Positive(),
@@ -70,14 +68,14 @@ def command() -> None:
     """Join page files that ranks wrote for themselves into a store, or cut a store into them."""
 
 
-@command.command("to-store")
+@command.command("to-store", short_help="Join page files of all ranks into a store.")
 @_OPTIONS
 def to_store(**given: Any) -> int:
     """Join the page files of all ranks into canonical chunks; incomplete chunks are skipped."""
     return _convert(given, lambda files, store, **how: to_canonical(files, store, **how))
 
 
-@command.command("to-pages")
+@command.command("to-pages", short_help="Cut a store into page files of ranks.")
 @_OPTIONS
 def to_pages(**given: Any) -> int:
     """Cut every canonical chunk into page files for the ranks of a configuration."""
@@ -91,17 +89,13 @@ def _convert(given: dict[str, Any], run: Callable[..., Converted]) -> int:
     side = configuration(
         "--config", given["config"], given["layout"], given["block_size"], given["pcp_mode"]
     )
-    try:
-        side.stage_layers(table)
-    except ConfigurationError as error:
-        raise click.BadParameter(str(error), param_hint="'--config'") from None
-    tokens = given["chunk_tokens"] or decide(table, [side]).chunk_tokens
+    check_stages("--config", side, table)
     try:
         identity = stored_identity(
             model,
             table,
             side,
-            tokens,
+            chunk_tokens=given["chunk_tokens"],
             revision=given["revision"],
             family=given["family"],
             adapter=given["adapter"],

@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from vkvmap.cli.output import EXIT_NO, console, emit_json, seconds, size, table, verdict
-from vkvmap.cli.params import (
-    CONFIG_HELP,
-    JSON,
-    LAYOUT_OPTIONS,
-    MODEL,
-    MODEL_OPTIONS,
-    OneOf,
-    Positive,
-    Spelled,
-    configuration,
-    model_table,
-)
+from vkvmap.cli.params import JSON, Move, OneOf, Positive, move_options
 from vkvmap.describe.estimate import LINKS, Estimate
 from vkvmap.describe.explain import Kind, Report, SideReport, explain
 
 
 @click.command()
-@MODEL
-@click.option("--from", "source", type=Spelled(), required=True, help=f"Source: {CONFIG_HELP}")
-@click.option("--to", "target", type=Spelled(), required=True, help="Target, spelled alike.")
-@LAYOUT_OPTIONS
-@MODEL_OPTIONS
-@click.option(
-    "--family",
-    type=OneOf(("auto", "native", "universal")),
-    default="auto",
-    show_default=True,
-    help="Byte order of canonical pages; auto takes native where both sides can share it.",
-)
+@move_options()
 @click.option("--rank", type=int, default=0, show_default=True, help="Rank to look at.")
 @click.option(
     "--tokens", type=Positive(), default=4096, show_default=True, help="Context to estimate for."
@@ -48,21 +24,7 @@ from vkvmap.describe.explain import Kind, Report, SideReport, explain
     help="Host link that times are estimated for.",
 )
 @JSON
-def command(
-    model: str,
-    source: str,
-    target: str,
-    layout: str,
-    block_size: int,
-    pcp_mode: str,
-    kv_dtype: str,
-    settings: tuple[tuple[str, Any], ...],
-    family: Any,
-    rank: int,
-    tokens: int,
-    link: str,
-    as_json: bool,
-) -> int:
+def command(move: Move, rank: int, tokens: int, link: str, as_json: bool) -> int:
     """Say what moving MODEL's KV cache costs and why, layer group by layer group.
 
     MODEL is a preset (see `vkvmap models`) or the path of a config.json. Exit 0 if every layer of
@@ -71,31 +33,20 @@ def command(
     \b
     vkvmap explain llama-3-70b --from tp=8 --to tp=16,dcp=2
     """
-    layers = model_table(model, kv_dtype, settings)
-    sides = [
-        configuration(option, text, layout, block_size, pcp_mode)
-        for option, text in (("--from", source), ("--to", target))
-    ]
-    ranks = max(side.grid.size for side in sides)
-    if not 0 <= rank < ranks:
+    if not 0 <= rank < move.most_ranks:
         raise click.BadParameter(
-            f"rank {rank} is on neither side; ranks are 0 to {ranks - 1}", param_hint="'--rank'"
+            f"rank {rank} is on neither side; ranks are 0 to {move.most_ranks - 1}",
+            param_hint="'--rank'",
         )
-    for option, side in zip(("--from", "--to"), sides, strict=True):
-        _check_stages(option, side, layers)
-    report = explain(layers, sides, family=family, rank=rank, tokens=tokens, link=link)
+    move.check_stages()
+    report = explain(
+        move.layers, move.sides, family=move.family, rank=rank, tokens=tokens, link=link
+    )
     if as_json:
-        emit_json({"model": model, **report.as_json()})
+        emit_json({"model": move.model, **report.as_json()})
     else:
-        _print(model, report)
+        _print(move.model, report)
     return 0 if report.possible else EXIT_NO
-
-
-def _check_stages(option: str, side: Any, layers: Any) -> None:
-    try:
-        side.stage_layers(layers)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint=f"'{option}'") from None
 
 
 def _print(model: str, report: Report) -> None:
@@ -120,7 +71,7 @@ def _print(model: str, report: Report) -> None:
     out.print()
     note = LINKS[report.link].note
     out.print(
-        f"Times are estimates from published measurements ({note}); measure with: vkvmap bench",
+        f"Times are estimates for {note}; measure with: vkvmap bench",
         style="dim",
         soft_wrap=True,
     )

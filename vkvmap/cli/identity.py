@@ -14,14 +14,12 @@ from vkvmap.cli.params import (
     LAYOUT_OPTIONS,
     MODEL,
     MODEL_OPTIONS,
-    Positive,
     Spelled,
     configuration,
     identity_options,
     model_table,
     stored_identity,
 )
-from vkvmap.sharing import decide
 
 
 @click.command()
@@ -37,7 +35,6 @@ from vkvmap.sharing import decide
 )
 @LAYOUT_OPTIONS
 @MODEL_OPTIONS
-@click.option("--chunk-tokens", type=Positive(), help="Tokens of a chunk; default: one page.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write it to a file.")
 @JSON
 def command(
@@ -63,10 +60,16 @@ def command(
     """
     table = model_table(model, kv_dtype, settings)
     side = configuration("--config", config, layout, block_size, pcp_mode)
-    tokens = chunk_tokens or decide(table, [side]).chunk_tokens
     try:
         identity = stored_identity(
-            model, table, side, tokens, revision=revision, family=family, adapter=adapter, salt=salt
+            model,
+            table,
+            side,
+            chunk_tokens=chunk_tokens,
+            revision=revision,
+            family=family,
+            adapter=adapter,
+            salt=salt,
         )
     except ValueError as error:
         return fail(str(error), EXIT_NO, as_json)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -10,10 +12,10 @@ import click
 from vkvmap.configuration import ATTENTION_LAYOUTS, Configuration, ConfigurationError
 from vkvmap.foreign import read_json
 from vkvmap.identity import Identity
-from vkvmap.models import KV_DTYPES, PRESETS, ModelError, load_model
+from vkvmap.models import KV_DTYPES, ModelError, load_model, preset_named
 from vkvmap.nearest import nearest
 from vkvmap.paged import layout_for
-from vkvmap.sharing import span_tokens
+from vkvmap.sharing import FamilyChoice, decide, span_tokens
 from vkvmap.spec import LayerTable
 
 if TYPE_CHECKING:
@@ -165,7 +167,7 @@ def model_table(model: str, kv_dtype: str, settings: Iterable[tuple[str, Any]]) 
         if error.fields:
             first = error.fields[0]
             text += f" (on the command line: --set {first}=VALUE)"
-        elif model not in PRESETS:
+        elif preset_named(model) is None:
             text += " (see: vkvmap models)"
         raise click.BadParameter(text, param_hint="'MODEL'") from None
 
@@ -178,6 +180,86 @@ def configuration(
         return Configuration.parse(text, layout=layout, block_size=block_size, pcp_mode=pcp_mode)
     except ConfigurationError as error:
         raise click.BadParameter(str(error), param_hint=f"'{option}'") from None
+
+
+def check_stages(option: str, side: Configuration, layers: LayerTable) -> None:
+    """Pipeline stages must be stages of `layers`; complaints name `option`."""
+    try:
+        side.stage_layers(layers)
+    except ConfigurationError as error:
+        raise click.BadParameter(str(error), param_hint=f"'{option}'") from None
+
+
+# ---- a model and one or two configurations ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Move:
+    """MODEL under ``--from`` and, where it was given, ``--to``."""
+
+    model: str
+    layers: LayerTable
+    sides: tuple[Configuration, ...]
+    family: FamilyChoice
+
+    @property
+    def most_ranks(self) -> int:
+        """Ranks of a stage of the larger side."""
+        return max(side.grid.size for side in self.sides)
+
+    def check_stages(self, layers: LayerTable | None = None) -> None:
+        """Complain about stages that `layers` (default: the model's) cannot have."""
+        for option, side in zip(("--from", "--to"), self.sides, strict=False):
+            check_stages(option, side, self.layers if layers is None else layers)
+
+
+def move_options(*, to_required: bool = True) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """MODEL, ``--from``, ``--to`` and what goes with them; the command gets a `Move` first."""
+    target = "Target" if to_required else "Target beside it"
+    declared = options(
+        MODEL,
+        click.option(
+            "--from", "source", type=Spelled(), required=True, help=f"Source: {CONFIG_HELP}"
+        ),
+        click.option(
+            "--to", "target", type=Spelled(), required=to_required, help=f"{target}, spelled alike."
+        ),
+        LAYOUT_OPTIONS,
+        MODEL_OPTIONS,
+        click.option(
+            "--family",
+            type=OneOf(("auto", "native", "universal")),
+            default="auto",
+            show_default=True,
+            help="Byte order of canonical pages; auto takes native where both sides can share it.",
+        ),
+    )
+
+    def apply(command: Callable[..., int]) -> Callable[..., int]:
+        @wraps(command)
+        def run(
+            model: str,
+            source: str,
+            target: str | None,
+            layout: str,
+            block_size: int,
+            pcp_mode: str,
+            kv_dtype: str,
+            settings: tuple[tuple[str, Any], ...],
+            family: FamilyChoice,
+            **rest: Any,
+        ) -> int:
+            layers = model_table(model, kv_dtype, settings)
+            given = [("--from", source), *([] if target is None else [("--to", target)])]
+            sides = tuple(configuration(o, text, layout, block_size, pcp_mode) for o, text in given)
+            return command(Move(model, layers, sides, family), **rest)
+
+        return declared(run)
+
+    return apply
+
+
+# ---- what pages are stored under ----------------------------------------------------------------
 
 
 identity_options = options(
@@ -195,6 +277,7 @@ identity_options = options(
     ),
     click.option("--adapter", help="Name and version of the adapter that was applied."),
     click.option("--salt", default="", help="Keeps tenants or experiments apart."),
+    click.option("--chunk-tokens", type=Positive(), help="Tokens of a chunk; default: one page."),
 )
 
 
@@ -202,8 +285,8 @@ def stored_identity(
     model: str,
     table: LayerTable,
     side: Configuration,
-    chunk_tokens: int,
     *,
+    chunk_tokens: int | None,
     revision: str,
     family: Any,
     adapter: str | None,
@@ -214,14 +297,14 @@ def stored_identity(
     A preset stores under the name of its checkpoint, a file under its own. Raises FormatError
     where chunks are not whole pages.
     """
-    preset = PRESETS.get(model.lower())
+    preset = preset_named(model)
     groups = {name: table.in_group(name) for name in table.groups}
     native = family == "native"
     return Identity(
         preset.checkpoint if preset is not None else model,
         revision,
         table,
-        chunk_tokens,
+        chunk_tokens or decide(table, [side]).chunk_tokens,
         family=family,
         adapter=adapter,
         salt=salt,

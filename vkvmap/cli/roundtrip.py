@@ -22,19 +22,8 @@ from vkvmap.cli.output import (
     table,
     verdict,
 )
-from vkvmap.cli.params import (
-    CONFIG_HELP,
-    JSON,
-    LAYOUT_OPTIONS,
-    MODEL,
-    MODEL_OPTIONS,
-    OneOf,
-    Positive,
-    Spelled,
-    configuration,
-    model_table,
-)
-from vkvmap.configuration import Configuration, ConfigurationError, decoder_layers
+from vkvmap.cli.params import JSON, Move, OneOf, Positive, move_options
+from vkvmap.configuration import decoder_layers
 from vkvmap.errors import RefusedError
 from vkvmap.roundtrip import Job, Outcome, RankReport, memory_needed, run
 from vkvmap.sharing import decide
@@ -43,18 +32,7 @@ from vkvmap.writers import POLICIES
 
 
 @click.command()
-@MODEL
-@click.option("--from", "source", type=Spelled(), required=True, help=f"Source: {CONFIG_HELP}")
-@click.option("--to", "target", type=Spelled(), required=True, help="Target, spelled alike.")
-@LAYOUT_OPTIONS
-@MODEL_OPTIONS
-@click.option(
-    "--family",
-    type=OneOf(("auto", "native", "universal")),
-    default="auto",
-    show_default=True,
-    help="Byte order of canonical pages; auto takes native where both sides can share it.",
-)
+@move_options()
 @click.option(
     "--tokens",
     type=Positive(),
@@ -97,15 +75,7 @@ from vkvmap.writers import POLICIES
 )
 @JSON
 def command(
-    model: str,
-    source: str,
-    target: str,
-    layout: str,
-    block_size: int,
-    pcp_mode: str,
-    kv_dtype: str,
-    settings: tuple[tuple[str, Any], ...],
-    family: Any,
+    move: Move,
     tokens: int,
     layers: int | None,
     mover: str,
@@ -127,14 +97,10 @@ def command(
     vkvmap roundtrip deepseek-v3 --from tp=8 --to tp=4,dcp=2,block=32
     vkvmap roundtrip gpt-oss-120b --from tp=2,pp=2 --to tp=4,layout=split_hnd,block=64
     """
-    everything = model_table(model, kv_dtype, settings)
-    chosen = _first_layers(everything, layers)
-    sides = [
-        configuration(option, text, layout, block_size, pcp_mode)
-        for option, text in (("--from", source), ("--to", target))
-    ]
-    _check_stages(sides, chosen)
-    sharing = decide(chosen, sides, family)
+    chosen = _first_layers(move.layers, layers)
+    move.check_stages(chosen)
+    source, target = move.sides
+    sharing = decide(chosen, move.sides, move.family)
     if sharing.obstacles:
         return fail(
             f"these configurations cannot share {sharing.family} pages: "
@@ -145,8 +111,8 @@ def command(
     chunks = -(-tokens // sharing.chunk_tokens)
     job = Job(
         chosen,
-        sides[0],
-        sides[1],
+        source,
+        target,
         sharing.family,
         sharing.chunk_tokens,
         chunks * sharing.chunk_tokens,
@@ -164,9 +130,9 @@ def command(
     except RefusedError as error:
         return fail(str(error), EXIT_NO, as_json)
     if as_json:
-        emit_json(_as_json(model, job, outcome))
+        emit_json(_as_json(move.model, job, outcome))
     else:
-        _print(model, job, outcome)
+        _print(move.model, job, outcome)
     return 0 if outcome.good else EXIT_NO
 
 
@@ -194,14 +160,6 @@ def _missing(mover: str, device: str) -> str:
     if not why and device == "cpu":
         why = "the caches are in host memory; add --device cuda"
     return f"--mover {mover} cannot run here: {why}" if why else ""
-
-
-def _check_stages(sides: list[Configuration], layers: LayerTable) -> None:
-    for option, side in zip(("--from", "--to"), sides, strict=True):
-        try:
-            side.stage_layers(layers)
-        except ConfigurationError as error:
-            raise click.BadParameter(str(error), param_hint=f"'{option}'") from None
 
 
 @contextmanager

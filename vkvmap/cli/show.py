@@ -8,19 +8,7 @@ from typing import Any
 import click
 
 from vkvmap.cli.output import EXIT_CANNOT, EXIT_NO, console, emit_json, fail
-from vkvmap.cli.params import (
-    CONFIG_HELP,
-    JSON,
-    LAYOUT_OPTIONS,
-    MODEL,
-    MODEL_OPTIONS,
-    OneOf,
-    Positive,
-    Spelled,
-    configuration,
-    model_table,
-)
-from vkvmap.configuration import Configuration
+from vkvmap.cli.params import JSON, Move, OneOf, Positive, move_options
 from vkvmap.describe.picture import Panel, Picture, default_layer, draw
 from vkvmap.describe.render import FORMATS, RenderError, write
 from vkvmap.describe.terminal import lines
@@ -30,18 +18,7 @@ from vkvmap.spec import LayerTable
 
 
 @click.command()
-@MODEL
-@click.option("--from", "source", type=Spelled(), required=True, help=f"Source: {CONFIG_HELP}")
-@click.option("--to", "target", type=Spelled(), help="Target beside it, spelled alike.")
-@LAYOUT_OPTIONS
-@MODEL_OPTIONS
-@click.option(
-    "--family",
-    type=OneOf(("auto", "native", "universal")),
-    default="auto",
-    show_default=True,
-    help="Byte order of canonical pages; auto takes native where both sides can share it.",
-)
+@move_options(to_required=False)
 @click.option("--layer", help="Layer by name or by a part of it; default: the first with heads.")
 @click.option("--ranks", default="0,1", show_default=True, help="Local pages to show: 0,3 or all.")
 @click.option(
@@ -66,15 +43,7 @@ from vkvmap.spec import LayerTable
 @click.option("--width", type=Positive(), help="Columns to use; default: the terminal's.")
 @JSON
 def command(
-    model: str,
-    source: str,
-    target: str | None,
-    layout: str,
-    block_size: int,
-    pcp_mode: str,
-    kv_dtype: str,
-    settings: tuple[tuple[str, Any], ...],
-    family: Any,
+    move: Move,
     layer: str | None,
     ranks: str,
     page: int,
@@ -90,20 +59,19 @@ def command(
     vkvmap show llama-3-8b --from tp=4,layout=split_nhd --to tp=2
     vkvmap show deepseek-v3 --from tp=8,dcp=4 --out page.svg
     """
-    table = model_table(model, kv_dtype, settings)
-    sides = [configuration("--from", source, layout, block_size, pcp_mode)]
-    if target is not None:
-        sides.append(configuration("--to", target, layout, block_size, pcp_mode))
-    chosen = _layer(table, layer)
-    wanted = _ranks(ranks, sides)
+    move.check_stages()
+    chosen = _layer(move.layers, layer)
+    wanted = _ranks(ranks, move.most_ranks)
     if out is not None and out.suffix.lower().lstrip(".") not in FORMATS:
         raise click.BadParameter(
             f"{out.name!r} has no suffix of a picture; write for example {out.stem or 'page'}.svg",
             param_hint="'--out'",
         )
-    name = model if "/" not in model else Path(model).name
+    name = Path(move.model).name
     try:
-        picture = draw(name, table, chosen, sides, family=family, ranks=wanted, page=page)
+        picture = draw(
+            name, move.layers, chosen, move.sides, family=move.family, ranks=wanted, page=page
+        )
     except RefusedError as error:
         return fail(str(error), EXIT_NO, as_json)
     if out is not None:
@@ -134,8 +102,7 @@ def _layer(table: LayerTable, wanted: str | None) -> str:
     )
 
 
-def _ranks(text: str, sides: list[Configuration]) -> list[int]:
-    most = max(side.grid.size for side in sides)
+def _ranks(text: str, most: int) -> list[int]:
     if text.strip().lower() == "all":
         return list(range(most))
     found = []

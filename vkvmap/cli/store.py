@@ -106,7 +106,7 @@ def show_stats(path: Path, as_json: bool) -> int:
     return 0
 
 
-@command.command("fsck")
+@command.command("fsck", short_help="Check every byte of every chunk.")
 @PATH
 @click.option("--repair", is_flag=True, help="Quarantine what cannot be served, drop orphans.")
 @JSON
@@ -133,7 +133,7 @@ def check(path: Path, repair: bool, as_json: bool) -> int:
     return 0 if found.clean else EXIT_NO
 
 
-@command.command("gc")
+@command.command("gc", short_help="Remove what is orphaned, damaged or unused.")
 @PATH
 @click.option("--identity", metavar="HEX", help="Remove identities whose name starts like this.")
 @click.option(

@@ -39,9 +39,13 @@ class Link:
 LINKS: Mapping[str, Link] = {
     link.name: link
     for link in (
-        Link("pcie4", 26.0, "PCIe Gen4 x16; scaled from Gen5"),
-        Link("pcie5", 55.0, "PCIe Gen5 x16; published measurements"),
-        Link("c2c", 380.0, "NVLink-C2C; assumed 85% of 450 GB/s each way, scaled from Gen5"),
+        Link("pcie4", 26.0, "PCIe Gen4 x16, scaled from measurements published for Gen5"),
+        Link("pcie5", 55.0, "PCIe Gen5 x16, from published measurements"),
+        Link(
+            "c2c",
+            380.0,
+            "NVLink-C2C, assumed at 85% of 450 GB/s each way and scaled from PCIe Gen5",
+        ),
     )
 }
 

@@ -36,6 +36,7 @@ __all__ = [
     "Preset",
     "from_hf_config",
     "load_model",
+    "preset_named",
 ]
 
 #: What a reader stumbles over where a field is no list, number or name although it must be one.
@@ -90,6 +91,15 @@ def from_hf_config(
     return LayerTable(layers)
 
 
+def preset_named(model: str | os.PathLike[str]) -> Preset | None:
+    """The preset of that name, or of that checkpoint where no such path exists."""
+    name = os.fspath(model).lower()
+    if name in PRESETS or os.path.exists(os.fspath(model)):
+        return PRESETS.get(name)
+    same = (preset for preset in PRESETS.values() if preset.checkpoint.lower() == name)
+    return next(same, None)
+
+
 def load_model(
     model: str | os.PathLike[str],
     *,
@@ -97,12 +107,12 @@ def load_model(
     overrides: Mapping[str, Any] | None = None,
     prefix: str = "model.layers",
 ) -> LayerTable:
-    """A preset by its name, else the configuration at that path; see `from_hf_config`.
+    """A preset by its name or checkpoint, else the configuration at a path, by `from_hf_config`.
 
     ``"auto"`` takes the dtype that a preset is named for (``deepseek-v3-fp8``) where it has one.
     """
     name = os.fspath(model)
-    preset = PRESETS.get(name.lower())
+    preset = preset_named(name)
     if preset is not None:
         chosen = preset.kv_dtype if kv_dtype == "auto" else kv_dtype
         return from_hf_config(preset.config, kv_dtype=chosen, overrides=overrides, prefix=prefix)
