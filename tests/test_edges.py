@@ -41,7 +41,8 @@ def engine() -> Iterator[Engine]:
 
 
 def store(engine: Engine, world: World, **options: Any) -> Job:
-    return engine.submit(world.plan(), 0, [(0, ids(0), ids(0))], **options)
+    """A transfer that keeps its memory, whoever else lets go of it."""
+    return engine.submit(world.plan(), 0, [(0, ids(0), ids(0))], keep=world, **options)
 
 
 # ---- engines -------------------------------------------------------------------------------------

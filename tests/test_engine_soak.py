@@ -16,6 +16,8 @@ from vkvmap import _C
 from vkvmap.transfer import LANES, Engine, Job
 
 JOBS = int(os.environ.get("VKVMAP_SOAK_JOBS", "4000"))
+#: Sanitizers keep what is freed; their runs allow for more.
+SPARE_KIB = int(os.environ.get("VKVMAP_SPARE_MIB", "8")) * 1024
 
 
 def resident_kib() -> int:
@@ -97,4 +99,4 @@ def test_random_jobs_stalls_and_cancellations() -> None:
     assert sum(reported.values()) == JOBS // 100 * 100
     assert len(called) == len(set(called)) == asked
     # Every job kept 64 KiB.
-    assert grown < 8 * 1024
+    assert grown < SPARE_KIB < (JOBS - JOBS // 10) * 64

@@ -6,6 +6,7 @@ beside its like, this file has the rest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,19 @@ import pytest
 
 from vkvmap import (
     CacheView,
+    CanonicalPageMapping,
+    CopyRun,
     LayerSpec,
     LayerTable,
     RankGrid,
     Region,
     TransferPlan,
+    certify,
     derive_canonical_mappings,
 )
-from vkvmap.boxes import Box
+from vkvmap.boxes import Box, boxes_of, folded
 from vkvmap.chunk import ChunkLayout
-from vkvmap.errors import PlanError, SpecError
+from vkvmap.errors import PlanError, RefusedError, SpecError, TilingError
 from vkvmap.layout import state_layout
 from vkvmap.mapping import runs_from_boxes
 from vkvmap.pack import tiles_of
@@ -142,3 +146,65 @@ def test_layers_of_several_tensors_share_no_row() -> None:
             plan.load(([2], [1])).check()
     assert np.array_equal(rows[2, :at], before[1, :at])
     assert not rows[2, at:].any()
+
+
+# ---- boxes ---------------------------------------------------------------------------------------
+
+
+def byte_pairs(boxes: Sequence[Box]) -> list[tuple[int, int]]:
+    """Every (left, right) byte pair, out of the levels as they stand."""
+    out = []
+    for box in boxes:
+        for index in np.ndindex(*(count for count, _, _ in box.levels)):
+            out.append(
+                (
+                    box.left + sum(i * a for i, (_, a, _) in zip(index, box.levels, strict=True)),
+                    box.right + sum(i * b for i, (_, _, b) in zip(index, box.levels, strict=True)),
+                )
+            )
+    return sorted(out)
+
+
+def test_pieces_that_run_against_each_other_are_not_joined() -> None:
+    """Ascending on one side, descending on the other: each piece is one of its own."""
+    for left, right in (([16, 8, 0], [0, 8, 16]), ([0, 8, 16], [16, 8, 0])):
+        arrays = (np.array(left), np.array(right), np.full(3, 8))
+        expected = sorted(
+            (a + i, b + i) for a, b in zip(left, right, strict=True) for i in range(8)
+        )
+        assert byte_pairs(boxes_of(*arrays)) == expected
+
+
+@pytest.mark.parametrize("strided", [((3, 16, 16),), ((2, 32, 16),), ()])
+def test_neighbours_with_other_steps_are_not_joined(strided: tuple[Any, ...]) -> None:
+    pair = [Box(0, 0, ((4, 1, 1), (2, 16, 16))), Box(4, 4, ((4, 1, 1), *strided))]
+    assert byte_pairs(folded(pair)) == byte_pairs(pair)
+    alike = [Box(0, 0, ((4, 1, 1), (2, 16, 16))), Box(4, 4, ((4, 1, 1), (2, 16, 16)))]
+    assert folded(alike) == (Box(0, 0, ((8, 1, 1), (2, 16, 16))),)
+
+
+# ---- derive --------------------------------------------------------------------------------------
+
+
+def test_strictness_covers_the_worker_group() -> None:
+    caches = {"m": CacheView.of(np.zeros((2, 4, 8), np.uint8), "mla", 4)}
+    grid = RankGrid(tp=2, world_size=3)
+    mappings = derive_canonical_mappings(LayerTable([MLA]), caches, grid, 0)
+    assert [refusal.rule for refusal in mappings.refusals] == ["worker-group"]
+    with pytest.raises(RefusedError, match="3 workers"):
+        derive_canonical_mappings(LayerTable([MLA]), caches, grid, 0, strict=True)
+
+
+# ---- certify -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_load_that_takes_any_byte_twice_is_refused(at: int) -> None:
+    """Of a rank that stores nothing, so that no partition of the canonical page shows it."""
+    writer = CanonicalPageMapping(32, 32, (CopyRun(0, 0, 32, 1, 32, 32),), 1, 0, True)
+    places = [0, 8, 16, 24]
+    places[at + 1] = places[at] + 4
+    runs = tuple(CopyRun(8 * i, place, 8, 1, 8, 8) for i, place in enumerate(places))
+    reader = CanonicalPageMapping(32, 32, runs, 1, 0, True, store_runs=())
+    with pytest.raises(TilingError, match=f"byte {places[at] + 4} is loaded twice"):
+        certify([writer, reader])
