@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from pathlib import Path
 
 import pytest
 
 from tests import oracle
+from tests.store.deployment import MODELS, NUM_CHUNKS, Rank, identity_of
 from tests.store.small import key_of
 from vkvmap.configuration import Configuration
 from vkvmap.convert import PageFiles, from_canonical, to_canonical
@@ -216,3 +218,35 @@ def test_chunks_in_parts_are_exported_once_all_parts_are_there(tmp_path):
     for stage, rank in ranks(out):
         found = out.path(stage, rank, "full", KEYS[4]).read_bytes()
         assert found == expected_file(out, stage, rank, "full", 4)
+
+
+@pytest.mark.parametrize("target", ["tp=2,layout=packed_hnd,block=64", "tp=1,pp=2,block=32"])
+def test_windows_and_state_are_converted_beside_attention(tmp_path, target):
+    table, chunks = MODELS["hybrid"], range(NUM_CHUNKS)
+    identity = identity_of("hybrid")
+
+    def of(me: Rank, group: str, chunk: int) -> bytes:
+        each = me.pages(group) // NUM_CHUNKS
+        names = [name for name in me.layers if table[name].group == group]
+        pages = range(chunk * each, (chunk + 1) * each)
+        return b"".join(me.page(name, page).tobytes() for name in names for page in pages)
+
+    sides = [
+        PageFiles(tmp_path / str(index), identity, Configuration.parse(spelled))
+        for index, spelled in enumerate(["tp=4,dcp=2,layout=split_nhd,block=16", target])
+    ]
+    held = [
+        [Rank("hybrid", f.configuration, stage, rank) for stage, rank in ranks(f)] for f in sides
+    ]
+    for me in held[0]:
+        for group, chunk in itertools.product(table.groups, chunks):
+            path = sides[0].path(me.stage, me.rank, group, key_of(chunk))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(of(me, group, chunk))
+    with CanonicalStore(tmp_path / "store", identity, sync="none") as store:
+        assert to_canonical(sides[0], store, batch_bytes=3000).chunks == 3 * NUM_CHUNKS
+        assert from_canonical(store, sides[1], batch_bytes=3000).chunks == 3 * NUM_CHUNKS
+    for me in held[1]:
+        for group, chunk in itertools.product(table.groups, chunks):
+            path = sides[1].path(me.stage, me.rank, group, key_of(chunk))
+            assert path.read_bytes() == of(me, group, chunk)

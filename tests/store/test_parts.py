@@ -1,0 +1,190 @@
+"""Rows stored in parts are served whole, by part, or not at all."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from tests.store.small import LAYERS, aligned, content_of, key_of, payload_bytes, small_identity
+from vkvmap.errors import StoreError
+from vkvmap.format import ChunkFormat, Witness
+from vkvmap.identity import Identity
+from vkvmap.ledger import Ledger
+from vkvmap.region import Region, Section
+from vkvmap.spec import LayerSpec, LayerTable
+from vkvmap.store import CanonicalStore
+from vkvmap.store_upkeep import fsck, gc
+
+IDENTITY = small_identity()
+FULL = payload_bytes(IDENTITY, "full")
+PARTS = [["a", "m"], ["b"]]
+KEYS = [key_of(number) for number in range(6)]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "store")
+
+
+def opened(path: str, **how) -> CanonicalStore:
+    return CanonicalStore(path, IDENTITY, **{"parts": PARTS, **how})
+
+
+def put(store: CanonicalStore, keys, layers=None) -> list[str]:
+    job = store.put(keys, "full", [content_of(key, FULL) for key in keys], layers=layers)
+    assert job.wait(30)
+    return job.outcomes
+
+
+def got(store: CanonicalStore, key: bytes, layers=None) -> tuple[str, np.ndarray]:
+    row = aligned(FULL, 0x77)
+    job = store.get([key], "full", [row], layers=layers)
+    assert job.wait(30)
+    return job.outcomes[0], row
+
+
+def test_what_two_nodes_put_is_one_chunk(path):
+    half, right = FULL // 2, content_of(KEYS[0], FULL)
+    with opened(path) as store, opened(path) as other:
+        assert put(store, KEYS[:2], ["a"]) == ["stored"] * 2
+        assert not other.lookup(KEYS, "full").any() and other.keys("full") == []
+        assert got(other, KEYS[0])[0] == "miss"
+        outcome, row = got(other, KEYS[0], ["a"])
+        assert outcome == "hit" and np.array_equal(row[:half], right[:half])
+        assert (row[half:] == 0x77).all()
+        assert put(other, KEYS[:1], ["b"]) == ["stored"]
+        assert store.lookup(KEYS, "full").tolist() == [True] + [False] * 5
+        assert store.prefix(KEYS, "full") == 1 and store.keys("full") == KEYS[:1]
+        outcome, row = got(store, KEYS[0])
+        assert outcome == "hit" and np.array_equal(row, right)
+        assert put(store, KEYS[:1]) == ["present"] and put(store, KEYS[1:2]) == ["stored"]
+    found = fsck(path)
+    assert found.clean and found.chunks == 4
+
+
+def test_a_miss_of_one_part_leaves_nothing_of_the_others(path):
+    with opened(path) as store:
+        put(store, KEYS[:1], ["a"])
+        outcome, row = got(store, KEYS[0])
+        assert outcome == "miss" and not (row[: FULL // 2]).any()
+
+
+def test_damage_of_one_part_is_the_chunks_and_the_others_still_load(path):
+    with opened(path) as store:
+        put(store, KEYS[:1])
+        place = store._shelves["full"].parts[1].path(KEYS[0])
+        os.truncate(place, 5000)
+        assert got(store, KEYS[0], ["a"])[0] == "hit"
+        outcome, row = got(store, KEYS[0])
+        assert outcome == "damaged" and not row.any()
+        assert store.snapshot()["damaged"] == 1
+        assert not store.lookup(KEYS[:1], "full").any()
+        assert put(store, KEYS[:1]) == ["stored"] and got(store, KEYS[0])[0] == "hit"
+
+
+def test_deleting_a_chunk_deletes_its_parts(path):
+    with opened(path) as store:
+        put(store, KEYS[:3])
+        put(store, KEYS[3:4], ["b"])
+        assert store.delete(KEYS[1:5], "full") == 3
+        assert store.keys("full") == KEYS[:1] and fsck(path).chunks == 2
+        assert gc(path, identity=IDENTITY.part(PARTS[0]).name).chunks == 1
+
+
+def test_a_part_is_an_ordinary_chunk_of_its_own_layers(path):
+    """What a reader that knows nothing of parts makes of one."""
+    own = Identity("org/model", "abc", LayerTable([LAYERS["b"]]), 16)
+    with opened(path) as store:
+        put(store, KEYS[:1])
+    with CanonicalStore(path, own) as store:
+        chunk = ChunkFormat(own, "full")
+        row = aligned(chunk.payload_bytes)
+        job = store.get(KEYS[:1], "full", [row])
+        assert job.wait(30) and job.outcomes == ["hit"]
+        assert np.array_equal(row, content_of(KEYS[0], FULL)[-chunk.payload_bytes :])
+
+
+def test_parts_and_whole_chunks_are_not_taken_for_each_other(path):
+    with opened(path) as store, CanonicalStore(path, IDENTITY) as whole:
+        put(store, KEYS[:1])
+        put(whole, KEYS[1:2])
+        assert not whole.lookup(KEYS[:1], "full").any()
+        assert not store.lookup(KEYS[1:2], "full").any()
+        assert set(whole.neighbours().values()) == {
+            "it has 2 of the 3 layers: a part of chunks that are stored in parts",
+            "it has 1 of the 3 layers: a part of chunks that are stored in parts",
+        }
+        assert list(store.neighbours()) == [IDENTITY.name]
+
+
+def test_end_to_end_digests_go_with_the_part_that_they_are_about(path):
+    witnesses = [Witness(layer, head, bytes([7 * layer + head] * 16)) for layer in (0, 1)
+                 for head in (0, 1)]  # fmt: skip
+    with Region.create([Section("full", 2, FULL)]) as region:
+        region.row("full", 0)[:] = content_of(KEYS[0], FULL)
+        formats = {"full": ChunkFormat(IDENTITY, "full")}
+        with opened(
+            path, region=region, formats=formats, witnesses={"full": lambda row: witnesses}
+        ) as store:
+            assert store.put(KEYS[:1], "full", [0]).wait(30)
+            job = store.get(KEYS[:1], "full", [1])
+            assert job.wait(30) and job.witnesses[0] == tuple(witnesses)
+            job = store.get(KEYS[:1], "full", [1], layers=["b"])
+            assert job.wait(30) and job.witnesses[0] == tuple(witnesses[2:])
+            assert np.array_equal(region.row("full", 1), region.row("full", 0))
+
+
+def test_a_row_that_gets_new_content_between_two_parts_is_not_published_whole(path):
+    """The first part is there then, of the old content; the chunk is not."""
+    with Region.create([Section("full", 1, FULL), Ledger.section(1, 1)]) as region:
+        ledger = Ledger(region)
+        formats = {"full": ChunkFormat(IDENTITY, "full")}
+        with opened(path, region=region, formats=formats, ledgers={"full": ledger}) as store:
+            ledger.finish([0], ledger.begin([0]), 0)
+            second = store._shelves["full"].parts[1]
+            real = store._backend.put
+
+            def put_then_change(shelf, *arguments):
+                if shelf is second:
+                    ledger.begin([0])
+                return real(shelf, *arguments)
+
+            store._backend.put = put_then_change
+            job = store.put(KEYS[:1], "full", [0])
+            assert job.wait(30) and job.outcomes == ["incomplete"]
+            assert not store.lookup(KEYS[:1], "full").any()
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ([["a", "m"]], "layer 'b' is in none"),
+        ([["a", "m", "b"], ["b"]], "layer 'b' is in part 0 and in 1"),
+        ([["a", "m", "b", "c"]], "has no layer 'c'"),
+    ],
+)
+def test_parts_that_do_not_divide_the_model_are_refused(path, parts, why):
+    with pytest.raises(StoreError, match=why):
+        opened(path, parts=parts)
+
+
+def test_a_part_is_a_run_of_layers(path):
+    layers = LayerTable([LayerSpec.mla(name, row_bytes=8, group="0") for name in "abc"])
+    with pytest.raises(StoreError, match="what lies between them is not"):
+        CanonicalStore(path, small_identity(layers=layers), parts=[["a", "c"], ["b"]])
+
+
+def test_a_stage_that_splits_a_part_is_refused(path):
+    with CanonicalStore(path, IDENTITY) as whole, opened(path) as store:
+        for layers in (["a"], ["b"]):
+            with pytest.raises(StoreError, match="no pipeline stage splits"):
+                put(whole, KEYS[:1], layers)
+            assert put(store, KEYS[:1], layers) == ["stored"]
+        assert put(whole, KEYS[:1], ["b", "a"]) == ["stored"]
+        with pytest.raises(StoreError, match="of no layers"):
+            put(store, KEYS[:1], [])
+        with pytest.raises(StoreError, match=r"no layers \['m'\]"):
+            put(store, KEYS[:1], ["a", "m"])
+        assert store.try_put(KEYS[:1], "full", [aligned(FULL)], layers=["b"]) is not None
