@@ -173,6 +173,29 @@ def test_quantised_cells_move_as_they_are_and_are_not_split() -> None:
     assert reason is not None  # scales elsewhere
 
 
+def test_layers_of_one_group_may_have_pages_of_different_sizes() -> None:
+    """The engine's groups of one type: same tokens, each layer its own head size."""
+    sizes = {"model.layers.0.self_attn.attn": 8, "model.layers.1.self_attn.attn": 24}
+    for tp in (1, 2):
+        facts = {
+            name: LayerFacts(
+                name,
+                AttentionSpec(2 // tp, size, size),
+                (np.zeros((BLOCKS, 2 // tp, 4, 2 * size), np.uint16),),
+                np.zeros((BLOCKS, 2 // tp * 4 * 2 * size * 2), np.uint8),
+                "Attention",
+            )
+            for name, size in sizes.items()
+        }
+        model = ModelFacts({}, 2, "bfloat16", "cuda", "LBHNC", tp, 1)
+        found = describe(model, [GroupFacts("0", tuple(sizes), 4)], facts)
+        mappings = derive_canonical_mappings(
+            found.table, found.caches, RankGrid(tp=tp), tp - 1, strict=True
+        )
+        rows = RowLayout.of(mappings, {"0": 4}, verify=False)
+        assert rows.payload == {"0": 4 * 2 * 2 * 2 * (8 + 24)}
+
+
 @pytest.mark.parametrize("shape", [(BLOCKS, 4, 576), (BLOCKS, 1, 4, 576)])
 def test_latent_rows(shape: tuple[int, ...]) -> None:
     spec, view, reason = described(MLAAttentionSpec(), np.zeros(shape, np.uint16), tp=8)

@@ -162,6 +162,31 @@ def test_the_engines_mapping_may_be_cut_differently_but_not_lead_elsewhere() -> 
     assert "num_writers" in differences(ours, {"l": replace(whole, num_writers=2)})[0]
 
 
+@pytest.mark.parametrize(
+    ("seed", "old", "algorithm", "random"),
+    [
+        (None, True, "sha256", True),
+        (None, False, "sha256", False),
+        (None, False, "xxhash_cbor", True),
+        ("7", True, "sha256", False),
+        ("7", False, "xxhash", False),
+    ],
+)
+def test_keys_that_no_other_process_can_find_are_known(
+    monkeypatch: pytest.MonkeyPatch, seed: str | None, old: bool, algorithm: str, random: bool
+) -> None:
+    utils = ModuleType("vllm.v1.core.kv_cache_utils")
+    if not old:
+        utils.DEFAULT_NONE_HASH_SEED = "fixed"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    config = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm))
+    assert versions.keys_are_random(config) is random
+
+
 def test_an_interface_that_is_gone_is_refused_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

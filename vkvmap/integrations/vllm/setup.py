@@ -40,6 +40,7 @@ class Setup:
         reasons: why layers are opaque.
         disagreements: where the engine's own mapping of a layer is another one.
         rank: this worker's among all workers of the engine.
+        random_keys: whether the engine's keys mean nothing to any other process.
     """
 
     mappings: Mappings
@@ -52,6 +53,7 @@ class Setup:
     reasons: tuple[Refusal, ...]
     disagreements: tuple[str, ...]
     rank: int
+    random_keys: bool = False
 
     @property
     def certified(self) -> int:
@@ -132,6 +134,7 @@ def read_engine(config: Any, kv_caches: Any, options: Options, connector: Any) -
         reasons,
         _disagreements(mappings, config, kv_caches, options),
         parallel.rank,
+        versions.keys_are_random(vllm_config),
     )
 
 

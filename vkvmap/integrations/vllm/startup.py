@@ -34,5 +34,10 @@ def log_setup(setup: Setup, options: Options) -> None:
     for (rule, seen, remedy), names in told.items():
         which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         logger.warning("vkvmap: %s opaque: %s: %s; %s", which, rule, seen, remedy)
+    if setup.random_keys:
+        logger.warning(
+            "vkvmap: this engine seeds its block hashes anew at every start, so no other can "
+            "find its pages; set PYTHONHASHSEED to one number everywhere"
+        )
     for sentence in setup.disagreements:
         logger.warning("vkvmap: the engine's own mapping differs: %s", sentence)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -121,6 +122,18 @@ def current_config() -> Any:
             "given one (docs/vllm.md)"
         )
     return found
+
+
+def keys_are_random(vllm_config: Any) -> bool:
+    """Whether each process begins its block hashes at a number of its own.
+
+    Before 0.29 all did, unless told a seed; since then those whose hash is not cryptographic.
+    """
+    if os.environ.get("PYTHONHASHSEED") is not None:
+        return False
+    utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    algorithm = str(getattr(vllm_config.cache_config, "prefix_caching_hash_algo", ""))
+    return not hasattr(utils, "DEFAULT_NONE_HASH_SEED") or algorithm.startswith("xxhash")
 
 
 def interleave(parallel_config: Any) -> int:
