@@ -64,7 +64,7 @@ class Overview(Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 yes, 1 no, 2 wrong usage, 3 this machine cannot, 130 interrupted.",
 )
-@click.version_option(__version__, "-V", "--version", prog_name="vkvmap")
+@click.version_option(__version__, "--version", "-V", prog_name="vkvmap")
 @click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
 @click.pass_context
 def app(ctx: click.Context, debug: bool) -> None:
