@@ -208,3 +208,37 @@ def test_a_load_that_takes_any_byte_twice_is_refused(at: int) -> None:
     reader = CanonicalPageMapping(32, 32, runs, 1, 0, True, store_runs=())
     with pytest.raises(TilingError, match=f"byte {places[at] + 4} is loaded twice"):
         certify([writer, reader])
+
+
+# ---- recognise -----------------------------------------------------------------------------------
+
+
+def test_tensors_of_one_layer_have_as_many_blocks_as_each_other() -> None:
+    """The same bytes per block, but one tensor ends a block sooner."""
+    state = LayerSpec.mamba2(
+        "s", num_heads=8, head_dim=2, state_size=3, n_groups=8, conv_kernel=4, conv_elem=1,
+        temporal_elem=1,
+    )  # fmt: skip
+    temporal = 8 * 2 * 3
+    conv = state.canonical_bytes(0) - temporal
+    rows = np.zeros((4, conv + temporal), np.uint8)
+    layout = state_layout(state, channels_first=True)
+    for short in (0, 1):
+        tensors = [rows[: 4 - (short == 0), :conv], rows[: 4 - (short == 1), conv:]]
+        caches = {"s": CacheView.of(tensors, layout)}
+        with pytest.raises(RefusedError, match="one block id must reach all of them"):
+            derive_canonical_mappings(LayerTable([state]), caches, RankGrid(), 0, strict=True)
+
+
+# ---- ids -----------------------------------------------------------------------------------------
+
+
+def test_an_id_beyond_63_bits_is_named_as_it_was_given() -> None:
+    caches = {"m": CacheView.of(np.zeros((2, 4, 8), np.uint8), "mla", 4)}
+    mappings = derive_canonical_mappings(LayerTable([MLA]), caches, RankGrid(), 0)
+    with Region.create(sections_for(mappings, 4, 2), backing="private") as region:
+        with TransferPlan(mappings, caches, region) as plan:
+            large = np.array([1 << 63], dtype=np.uint64)
+            with pytest.raises(PlanError, match=f"block id {1 << 63} does not fit 63 bits"):
+                plan.store((large, [0]))
+            plan.store((np.array([1], dtype=np.uint64), [0])).check(60)
