@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.attack import KINDS, attack
 from tests.worlds import World, worlds
 from vkvmap import CanonicalPageMapping, CopyRun, LayerTable, certify, derive_group
 from vkvmap.conformance import byte_map
@@ -140,3 +141,24 @@ def test_a_permuted_but_complete_mapping_is_accepted() -> None:
     mapping = CanonicalPageMapping(16, 16, runs, 1, 0, True)
     certify([mapping])
     assert np.array_equal(np.sort(byte_map(mapping)), np.arange(16))
+
+
+def test_the_attack_finds_nothing_and_spoils_in_every_way() -> None:
+    """The long one is `python -m tests.attack`: 100,000 tries."""
+    counted = attack(4000, 7)
+    assert sum(counted.values()) == 4000
+    for kind in KINDS:
+        assert counted[kind, True] > 50, kind
+    assert sum(n for (_, refused), n in counted.items() if not refused) > 100
+
+
+def test_the_attack_notices_a_proof_that_looks_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that refuses everything."""
+
+    def refuse(group: object) -> None:
+        raise TilingError("no")
+
+    for proof in (lambda group: None, refuse):
+        monkeypatch.setattr("tests.attack.certify", proof)
+        with pytest.raises((AssertionError, TilingError)):
+            attack(200, 7)
