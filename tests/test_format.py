@@ -357,3 +357,16 @@ def test_keys_that_cannot_be_names_are_refused():
     for key in (b"", b"k" * 65):
         with pytest.raises(FormatError, match="hash it"):
             check_key(key)
+
+
+@pytest.mark.parametrize("at", [64 + 32, 127, 160 + 24 * 2 + 16 * 2, 4095])
+def test_what_the_format_leaves_empty_is_empty(at):
+    """A later version could mean something by it."""
+    chunk = ChunkFormat(identity(), "full")
+    raw = bytearray(chunk.header(bytes(range(32)), payload_of(chunk)))
+    chunk.read_header(bytes(raw), bytes(range(32)))
+    raw[at] = 1
+    raw[144:160] = bytes(16)
+    raw[144:160] = xxhash.xxh3_128(bytes(raw)).digest()
+    with pytest.raises(DamagedError, match="under a good checksum"):
+        chunk.read_header(bytes(raw), bytes(range(32)))

@@ -307,7 +307,9 @@ def check_header(raw: bytes | memoryview) -> bytes:
     whole[_CHECKSUM_AT : _FIXED.size] = bytes(DIGEST_BYTES)
     if xxhash.xxh3_128_digest(bytes(whole)) != fields[13]:
         raise DamagedError("the header does not match its checksum")
-    if flags & ~_OPAQUE != (_WITNESSED if witnesses else 0) or reserved or not 1 <= key_bytes <= 64:
+    unused = fields[8][key_bytes:] + raw[_FIXED.size + tables : length]
+    told = _WITNESSED if witnesses else 0
+    if flags & ~_OPAQUE != told or reserved or not 1 <= key_bytes <= 64 or any(unused):
         raise DamagedError("the header breaks a rule of the format under a good checksum")
     return bytes(raw[:length])
 
