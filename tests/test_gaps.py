@@ -242,3 +242,27 @@ def test_an_id_beyond_63_bits_is_named_as_it_was_given() -> None:
             with pytest.raises(PlanError, match=f"block id {1 << 63} does not fit 63 bits"):
                 plan.store((large, [0]))
             plan.store((np.array([1], dtype=np.uint64), [0])).check(60)
+
+
+# ---- state ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_temporal", [True, False])
+def test_state_in_one_row_is_all_of_it(with_temporal: bool) -> None:
+    """Convolution and temporal state side by side in one tensor; both are in the page."""
+    state = LayerSpec.recurrent(
+        "s", segments=[("x", 8, 4), ("b", 4, 4)], conv_positions=3,
+        temporal=[("head", 4, 4), ("dim", 6, 0)] if with_temporal else [], conv_elem=1,
+    )  # fmt: skip
+    size = 12 * 3 + (4 * 6 * 4 if with_temporal else 0)
+    assert state.canonical_bytes(0) == size
+    rows = np.random.default_rng(5).integers(0, 256, (3, size), np.uint8)
+    layout = state_layout(state, channels_first=True, separate_tensors=False)
+    caches = {"s": CacheView.of(rows, layout)}
+    mappings = derive_canonical_mappings(LayerTable([state]), caches, RankGrid(), 0, strict=True)
+    assert mappings.by_layer["s"].span_tokens == 0
+    assert mappings.by_layer["s"].local_page_size_bytes == size
+    with Region.create(sections_for(mappings, {}, 2), backing="private") as region:
+        with TransferPlan(mappings, caches, region, chunk_tokens={}) as plan:
+            plan.store(([2], [1])).check(60)
+            assert np.array_equal(region.row(state.group, 1), rows[2])
