@@ -113,6 +113,7 @@ def transfer(
     blocks_per_chunk: int = 1,
     connector: bool = False,
     cpu_bytes: int = BYTES,
+    tier: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """A ``--kv-transfer-config``; `options` are vkvmap's, `files` the folder of a file tier."""
@@ -126,6 +127,7 @@ def transfer(
         extra["vkvmap"] = options
     if files is not None:
         tier = {"type": "fs", "root_dir": str(files), "n_read_threads": 1, "n_write_threads": 1}
+    if tier is not None:
         extra["secondary_tiers"] = [tier]
     chosen: dict[str, Any] = {"kv_connector": "OffloadingConnector"}
     if connector:

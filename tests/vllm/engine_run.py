@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
+    # Where the Python of a release for GPUs runs over binaries for the CPU.
+    "VLLM_TARGET_DEVICE": "cpu",
     "PYTHONHASHSEED": "0",
 }
 
@@ -51,7 +54,9 @@ def main(task: dict[str, Any]) -> None:
         keywords["kv_transfer_config"] = task["transfer"]
     keywords.update(task.get("engine", {}))
     llm = LLM(**keywords)
-    greedy = SamplingParams(max_tokens=task.get("tokens", 12), temperature=0, ignore_eos=True)
+    plain = {"max_tokens": task.get("tokens", 12), "temperature": 0, "ignore_eos": True}
+    wanted = {"kv_transfer_params": task["request"]} if task.get("request") else None
+    greedy = SamplingParams(**plain, extra_args=wanted)
     passes = []
     prompts = task.get("prompts", PROMPTS)
     for index in range(task.get("passes", 1)):
@@ -69,8 +74,11 @@ def main(task: dict[str, Any]) -> None:
             ]
         )
         # A store is submitted at the start of the step after; give it one, then forget the cache.
-        llm.generate(["tail"], greedy, use_tqdm=False)
+        llm.generate(["tail"], SamplingParams(**plain), use_tqdm=False)
         llm.reset_prefix_cache()
+        if task.get("sleep"):
+            llm.sleep(level=task["sleep"])
+            llm.wake_up()
     metrics = {}
     for metric in llm.get_metrics():
         value = getattr(metric, "value", None)
@@ -80,6 +88,14 @@ def main(task: dict[str, Any]) -> None:
             )
             metrics[f"{metric.name}{{{labels}}}" if labels else metric.name] = value
     print("RESULT " + json.dumps({"passes": passes, "metrics": metrics}), flush=True)
+    if task.get("until"):
+        # Stay, for a peer, until a file of this name is there; without steps nobody is answered.
+        while not Path(task["until"]).exists():
+            llm.llm_engine.step()
+            time.sleep(0.02)
+    if task.get("exit_at_once"):
+        llm.llm_engine.engine_core.shutdown()
+        os._exit(0)
 
 
 def kill_worker() -> None:

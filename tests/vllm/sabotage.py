@@ -37,6 +37,14 @@ def undescribed_state() -> None:
     layers.published_table = lambda model, names: None
 
 
+def interleaved_layers() -> None:
+    """The CPU backend offers pages of all layers side by side within a block, and only these."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    layouts = (cpu_attn.KVCacheLayout.BLHNC,)
+    cpu_attn.CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: layouts)
+
+
 def missing_interface() -> None:
     """A release of the engine that has renamed what a spec derives from."""
     from vllm.v1.kv_offload.tiering import spec
