@@ -266,3 +266,14 @@ def test_state_in_one_row_is_all_of_it(with_temporal: bool) -> None:
         with TransferPlan(mappings, caches, region, chunk_tokens={}) as plan:
             plan.store(([2], [1])).check(60)
             assert np.array_equal(region.row(state.group, 1), rows[2])
+
+
+# ---- sharing of work -----------------------------------------------------------------------------
+
+
+def test_alike_layers_share_one_mapping() -> None:
+    """Wherever each lies: a hundred layers are derived, proven and packed as one."""
+    table = LayerTable([LayerSpec.mla(name, row_bytes=8) for name in "abc"])
+    caches = {name: CacheView.of(np.zeros((2, 4, 8), np.uint8), "mla", 4) for name in "abc"}
+    mappings = derive_canonical_mappings(table, caches, RankGrid(tp=2), 0, strict=True)
+    assert len({id(mapping) for mapping in mappings.by_layer.values()}) == 1
