@@ -271,3 +271,32 @@ def test_no_master_is_an_error_in_words():
             segment_bytes=0,
             buffer_bytes=1 << 20,
         )
+
+
+def test_nodes_store_the_parts_that_their_layers_fill(client, region):
+    """Two stores stand for two nodes: neither has all of a row, the cluster has the chunk."""
+    from vkvmap.integrations.mooncake import MooncakeStore
+
+    parts, keys, half = [["a", "m"], ["b"]], [key_of(1001), key_of(1002)], FULL // 2
+    for index, key in enumerate(keys):
+        region.row("full", index)[:] = content_of(key, FULL)
+    with (
+        MooncakeStore(client, IDENTITY, region=region, parts=parts) as store,
+        MooncakeStore(client, IDENTITY, parts=parts) as other,
+    ):
+        assert store.put(keys, "full", [0, 1], layers=["a"]).wait(30)
+        assert not other.lookup(keys, "full").any()
+        assert other.put(keys[:1], "full", [content_of(keys[0], FULL)], layers=["b"]).wait(30)
+        assert (
+            store.lookup(keys, "full").tolist() == [True, False] and store.prefix(keys, "full") == 1
+        )
+        region.row("full", 0)[:] = 0
+        job = store.get(keys, "full", [0, 1])
+        assert job.wait(30) and job.outcomes == ["hit", "miss"]
+        assert np.array_equal(region.row("full", 0), content_of(keys[0], FULL))
+        row = np.full(FULL, 0x77, np.uint8)
+        job = other.get(keys[1:], "full", [row], layers=["a"])
+        assert job.wait(30) and job.outcomes == ["hit"]
+        assert np.array_equal(row[:half], content_of(keys[1], FULL)[:half])
+        assert (row[half:] == 0x77).all()
+        assert store.delete(keys, "full") == 2
