@@ -26,6 +26,14 @@ SECOND = [
 ]
 
 
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory, models: Models) -> tuple[Life, Path]:
+    """A life that stored `FIRST` from one rank, and its files."""
+    root = tmp_path_factory.mktemp("stored")
+    config = transfer(root / "files")
+    return Bench(root).run(models("llama"), prompts=FIRST, transfer=config), root / "files"
+
+
 def check_hit(life: Life, reference: list[list[int]], chunk_tokens: int) -> None:
     assert life.cached() == whole_prefix(life, chunk_tokens)
     assert life.tokens() == reference
@@ -50,7 +58,8 @@ def test_tp1_and_tp2_load_each_others_pages(bench: Bench, models: Models, tmp_pa
     assert last.metric("vkvmap_bytes{load}") == sum(last.cached()) * 4096
     assert last.metric("vkvmap_shared_namespace") == 1
     assert last.metric("vkvmap_certified_layers") == 4
-    assert "4 of 4 layers certified" in last.log and "bytes per token" in last.log
+    assert "4 of 4 layers certified (native family), 4,096 bytes per token, name " in last.log
+    assert "host region 67,108,864 bytes: 512 chunks of 131,072 bytes; mover host" in last.log
 
 
 def test_replicated_heads_in_chunks_of_two_blocks(
@@ -100,3 +109,53 @@ def test_latent_rows_arrive_as_they_were_stored(
     assert last.cached() == whole_prefix(last, 16)  # the latent backend's block
     assert last.metric("vkvmap_digest_mismatches") == 0 < last.metric("vkvmap_bytes{load}")
     assert {path.name: path.read_bytes() for path in stored_files(files)} == before
+
+
+def test_two_heads_on_four_ranks_token_by_token(
+    bench: Bench, models: Models, tmp_path: Path
+) -> None:
+    """Each head on two ranks; pages in the order that no configuration keeps them in."""
+    model = models("two-heads")
+    config = transfer(tmp_path / "files", family="universal", verify=True)
+    first = bench.run(model, tp=4, prompts=FIRST, transfer=config, timeout=600)
+    assert first.cached() == [0, 0] and "universal family" in first.log
+    last = bench.run(model, prompts=FIRST, transfer=config)
+    check_hit(last, first.tokens(), 32)
+    assert last.metric("vkvmap_digest_mismatches") == 0
+
+
+def test_layers_side_by_side_within_blocks(bench: Bench, models: Models, tmp_path: Path) -> None:
+    """The engine packs all layers into each block; its pages are those of the other layouts."""
+    model, config = models("llama"), transfer(tmp_path / "files", strict=True)
+    packed = {"patch": "interleaved_layers", "prompts": FIRST, "transfer": config}
+    first = bench.run(model, **packed)
+    assert "Using BLHNC KV cache layout" in first.log and first.cached() == [0, 0]
+    both = bench.run(model, tp=2, prompts=FIRST + SECOND, transfer=config)
+    assert "Using LBHNC KV cache layout" in both.log
+    assert both.cached()[:2] == whole_prefix(both, 32)[:2]
+    assert both.tokens()[:2] == first.tokens()
+    last = bench.run(model, **packed | {"prompts": SECOND})
+    check_hit(last, both.tokens()[2:], 32)
+
+
+def test_memory_for_fewer_chunks_than_a_prompt_has(
+    bench: Bench, models: Models, stored: tuple[Life, Path]
+) -> None:
+    """The engine evicts and its file tier takes over; what does not fit is computed."""
+    life, files = stored
+    small = transfer(files, cpu_bytes=6 * 131072)
+    again = bench.run(models("llama"), prompts=FIRST, passes=3, transfer=small)
+    for index in range(3):
+        assert again.tokens(index) == life.tokens()
+    assert again.metric("vkvmap_region_bytes") == 6 * 131072
+
+
+def test_an_engine_that_slept_finds_its_pages_in_files(
+    bench: Bench, models: Models, stored: tuple[Life, Path], tmp_path: Path
+) -> None:
+    """Sleep makes the engine forget what it has in memory, offloaded chunks included."""
+    life, _ = stored
+    config = transfer(tmp_path / "files")
+    slept = bench.run(models("llama"), prompts=FIRST, passes=2, sleep=1, transfer=config)
+    assert slept.cached(0) == [0, 0] and slept.cached(1) == whole_prefix(slept, 32, 1)
+    assert slept.tokens(0) == slept.tokens(1) == life.tokens()
