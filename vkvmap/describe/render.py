@@ -88,7 +88,7 @@ def _png(scene: Scene, path: Path) -> None:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError:
         raise RenderError(
-            "PNG pictures need Pillow (the extra vkvmap[pictures]): pip install pillow; or write .svg"
+            "PNG needs Pillow, the extra vkvmap[pictures]: pip install pillow; or write .svg"
         ) from None
     size = (round(scene.width * _SCALE), round(scene.height * _SCALE))
     image = Image.new("RGB", size, (255, 255, 255))
