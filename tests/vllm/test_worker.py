@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import sys
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -198,6 +200,19 @@ def test_shutdown_releases_everything_whatever_fails_on_the_way(
     assert not worker._region.alive
     worker.shutdown()
     assert len(released) == 5
+
+
+def test_nothing_holds_a_worker_or_its_cache_after_shutdown(module: Any) -> None:
+    setup, memory = setting()
+    worker = module.VkvmapWorker(setup, Options(), memory, BLOCKS, lambda: None)
+    worker.submit_store(1, *job([3, 1, 6]))
+    ended(worker, [1])
+    worker.shutdown()
+    left = [weakref.ref(worker)]
+    left += [weakref.ref(view.tensors[0].owner) for view in setup.caches.values()]
+    del worker, setup
+    gc.collect()
+    assert [ref() for ref in left] == [None] * 3
 
 
 def test_a_worker_that_cannot_be_made_leaves_no_threads_and_no_region(

@@ -6,7 +6,6 @@ scheduler it takes over what the workers decided and otherwise is the engine's o
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -84,8 +83,6 @@ class VkvmapOffloadingSpec(_TieringSpec):  # type: ignore[misc]  # the engine ha
                 self.config.engine_id, parallel.rank, _card(setup, num_rows, prefault)
             )
             undo.pop_all()
-        # Older releases do not shut workers down when the engine ends in their own process.
-        atexit.register(worker.shutdown)
         if parallel.rank == 0:
             logger.info(
                 "vkvmap: host region %s bytes: %s chunks of %s bytes; mover %s, %s threads",

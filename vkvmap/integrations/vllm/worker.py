@@ -12,6 +12,7 @@ true:
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import time
 from collections.abc import Iterable
@@ -93,6 +94,8 @@ class VkvmapWorker(_Worker):  # type: ignore[misc]  # the engine has no types he
         self._pending: dict[int, _Pending] = {}
         self._failed: dict[int, Pairs] = {}
         self.mover = options.mover if device != "cpu" else "host"
+        # Older releases do not shut workers down when the engine ends in their own process.
+        atexit.register(self.shutdown)
 
     @property
     def threads(self) -> int:
@@ -149,6 +152,7 @@ class VkvmapWorker(_Worker):  # type: ignore[misc]  # the engine has no types he
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.shutdown)
         with ExitStack() as steps:  # the last one comes first
             steps.callback(self._release)
             if self.board is not None:
