@@ -7,6 +7,7 @@ passes on:
     VKVMAP_CUDA=AUTO|ON|OFF        compile the CUDA mover: when a compiler is found, always, never
     VKVMAP_CUDA_ARCHITECTURES=...  as CMAKE_CUDA_ARCHITECTURES
     VKVMAP_SANITIZE=...            "address,undefined" or "thread"
+    VKVMAP_LOCAL_VERSION=...       a label after the version, as in 0.1.0+cu13
     CMAKE_ARGS=...                 further arguments of the configure step
 """
 
@@ -22,6 +23,7 @@ from pathlib import Path
 import pybind11
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.egg_info import egg_info
 
 ROOT = Path(__file__).resolve().parent
 OPTIONS = ("VKVMAP_CUDA", "VKVMAP_CUDA_ARCHITECTURES", "VKVMAP_SANITIZE")
@@ -66,4 +68,17 @@ class CMakeBuild(build_ext):
         )
 
 
-setup(ext_modules=[Extension("vkvmap._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+class LabelledVersion(egg_info):
+    """Adds the label; here and not as an option, since an sdist's setup.cfg would override that."""
+
+    def finalize_options(self) -> None:
+        label = os.environ.get("VKVMAP_LOCAL_VERSION", "")
+        if label:
+            self.tag_build = f"+{label}"
+        super().finalize_options()
+
+
+setup(
+    ext_modules=[Extension("vkvmap._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, "egg_info": LabelledVersion},
+)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+CHECK = ROOT / "scripts" / "check_wheel.py"
 CASES = ROOT / "tests" / "cases" / "golden.jsonl"
 
 pytestmark = pytest.mark.packaging
@@ -142,9 +143,11 @@ def test_built_without_a_cuda_compiler_it_is_whole_but_for_cuda_and_says_so(
 ) -> None:
     run(
         sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path,
-        source, VKVMAP_CUDA="OFF",
+        source, VKVMAP_CUDA="OFF", VKVMAP_LOCAL_VERSION="cpu",
     )  # fmt: skip
-    python = fresh(tmp_path / "env", next(tmp_path.glob("*.whl")))
+    wheel = next(tmp_path.glob("*.whl"))
+    assert "+cpu-" in wheel.name
+    python = fresh(tmp_path / "env", wheel)
     said = run(
         python,
         "-c",
@@ -182,7 +185,26 @@ def test_the_wheel_meets_a_manylinux_policy(distributions: dict[str, Path], tmp_
         distributions["wheel"],
     )  # fmt: skip
     repaired = next(tmp_path.glob("*manylinux*.whl"))
-    assert not [n for n in zipfile.ZipFile(repaired).namelist() if ".libs/" in n and "cuda" in n]
+    assert "libc.so.6" in run(sys.executable, CHECK, repaired)
+
+
+def test_a_wheel_that_brings_or_wants_a_library_is_refused(
+    distributions: dict[str, Path], tmp_path: Path
+) -> None:
+    bundling, wanting = tmp_path / "bundling.whl", tmp_path / "wanting.whl"
+    shutil.copy(distributions["wheel"], bundling)
+    with zipfile.ZipFile(bundling, "a") as wheel:
+        wheel.writestr("vkvmap.libs/libcudart-1234.so.13", b"")
+    with pytest.raises(AssertionError, match="one native module is expected"):
+        run(sys.executable, CHECK, bundling)
+    source, library, module = tmp_path / "x.c", tmp_path / "libcudart.so.13", tmp_path / "_C.so"
+    source.write_text("int needed(void) { return 0; }")
+    run("cc", "-shared", "-o", library, source, f"-Wl,-soname,{library.name}")
+    run("cc", "-shared", "-o", module, source, library, "-Wl,--no-as-needed", library)
+    with zipfile.ZipFile(wanting, "w") as wheel:
+        wheel.write(module, "vkvmap/_C.so")
+    with pytest.raises(AssertionError, match=r"'libcudart\.so\.13'\] are not on every machine"):
+        run(sys.executable, CHECK, wanting)
 
 
 def test_declared_lower_bounds_are_the_ones_that_were_tried() -> None:
