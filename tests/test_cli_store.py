@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from vkvmap.cli import main
 from vkvmap.describe.differences import differences, read_description
+from vkvmap.describe.render import bars
 from vkvmap.errors import FormatError
 from vkvmap.identity import Identity
 from vkvmap.models import from_hf_config
@@ -343,10 +345,19 @@ def test_bench_runs_what_there_is(cli: Any, benchmarks: Path, tmp_path: Path) ->
     ran = cli(f"bench --json --rounds 3 --plot {plot}")
     assert ran.code == 0
     assert ran.json["results"]["derive"][0]["value"] == 3.0
-    assert "2.5x" in plot.read_text()
-    assert "2.5x" in cli("bench derive").out
+    assert "2.5x the time" in plot.read_text()
+    assert "2.5x the time" in cli("bench derive").out
     assert cli("bench --list").out.split() == ["derive", "wrong"]
     assert cli("bench --list --json").json["usual"] == ["derive"]
+
+
+def test_a_bar_is_blue_where_its_ratio_is_good_whatever_it_is_a_ratio_of() -> None:
+    drawn = ElementTree.fromstring(
+        bars("t", [("a", 0.5, "the time"), ("b", 2.0, "the time"), ("c", 2.0, "the speed")])
+    )
+    rounded = [r.get("fill") for r in drawn.iter() if r.tag.endswith("rect") and r.get("rx")]
+    good, bad, also_good = rounded
+    assert good == also_good != bad
 
 
 def test_bench_fails_where_a_benchmark_does(cli: Any, benchmarks: Path) -> None:

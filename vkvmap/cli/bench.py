@@ -89,7 +89,7 @@ def command(
             failed[name] = error
     if plot is not None:
         ratios = [
-            (f"{name}: {each['name']}", float(each["ratio"]))
+            (f"{name}: {each['name']}", float(each["ratio"]), _sense(each["unit"]))
             for name, figures in results.items()
             for each in figures
             if each.get("ratio") is not None
@@ -100,6 +100,13 @@ def command(
     else:
         _print(results, failed)
     return EXIT_NO if failed else 0
+
+
+def _sense(unit: str) -> str:
+    """What a ratio is a ratio of: less time is better, and more speed."""
+    if unit.endswith("/s"):
+        return "the speed"
+    return "the time" if unit in ("ns", "us", "ms", "s") else "as much"
 
 
 def _known(folder: Path) -> list[str]:
@@ -140,7 +147,7 @@ def _print(results: dict[str, list[dict[str, Any]]], failed: dict[str, str]) -> 
                     each["name"],
                     f"{each['value']:.4g} {each['unit']}",
                     "-" if baseline is None else f"{baseline:.4g}",
-                    "-" if ratio is None else f"{ratio:.3g}x",
+                    "-" if ratio is None else f"{ratio:.3g}x {_sense(each['unit'])}",
                 )
             )
     out.print(table(("benchmark", "figure", "value", "baseline", "ratio"), rows, left=2))

@@ -122,19 +122,24 @@ def _png_rect(pen: Any, item: Rect) -> None:
         pen.rectangle(box, fill=item.fill)
 
 
-def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
-    """Ratios as horizontal bars in an SVG document; the line stands at 1."""
+def bars(title: str, values: Sequence[tuple[str, float, str]]) -> str:
+    """Ratios, and what of, as horizontal bars in an SVG document; the line stands at 1."""
     scene = Scene(width=900.0, height=70.0 + 22 * len(values), title=title)
     scene.add(Rect(0, 0, scene.width, scene.height, PAPER))
     scene.add(Words(24, 34, title, 16, bold=True))
     left, room = 430.0, 380.0
-    most = max([1.0, *(value for _, value in values)])
+    most = max([1.0, *(value for _, value, _ in values)])
     one = left + room / most
-    for index, (name, value) in enumerate(values):
+    for index, (name, value, sense) in enumerate(values):
         top = 52.0 + 22 * index
-        shade = of_rank(0, 6) if value >= 1 else of_rank(3, 6)
+        better = value <= 1 if sense == "the time" else value >= 1
+        shade = of_rank(0, 6) if better else of_rank(3, 6)
         scene.add(Words(left - 8, top + 12, name, 11, INK, "end"))
         scene.add(Rect(left, top, max(1.0, room * value / most), 16, shade, radius=2))
-        scene.add(Words(left + room * value / most + 6, top + 12, f"{value:.3g}x", 11, SOFT))
+        text = f"{value:.3g}x {sense}"
+        after = left + room * value / most + 6
+        if after + 6 * len(text) > scene.width:  # no room beside the bar: in it
+            after = left + 6
+        scene.add(Words(after, top + 12, text, 11, INK if after < left + 8 else SOFT))
     scene.add(Rect(one - 0.5, 46, 1, 22.0 * len(values) + 4, SOFT))
     return svg(scene)
