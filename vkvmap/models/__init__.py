@@ -143,7 +143,8 @@ def _language_model(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(inner, Mapping):
             outside = {k: v for k, v in values.items() if k not in _TEXT}
             merged = {**outside, **_language_model(dict(inner))}
-            if merged.get("model_type") not in FAMILIES and outside.get("model_type") in FAMILIES:
+            ours, theirs = (str(each.get("model_type")) for each in (merged, outside))
+            if ours not in FAMILIES and theirs in FAMILIES:
                 merged["model_type"] = outside["model_type"]
             return merged
     return values

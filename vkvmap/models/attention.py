@@ -114,16 +114,18 @@ def read_gemma2(c: Config) -> Iterator[LayerSpec]:
 
 
 def read_gemma3(c: Config) -> Iterator[LayerSpec]:
-    period = c.get("sliding_window_pattern", default=6)
+    period = c.count("sliding_window_pattern", default=6)
     for index, span in enumerate(spans(c, _every(period, offset=period - 1))):
         yield attention_layer(c, index, span)
 
 
 def read_every_fourth(c: Config) -> Iterator[LayerSpec]:
     """Windows, and full attention every fourth layer unless another period is given."""
-    period = c.get("sliding_window_pattern", default=4)
-    if isinstance(period, str):  # spelled out, as "LLLG": local three times, then global
-        period = len(period)
+    spelled = c.get("sliding_window_pattern")
+    if isinstance(spelled, str) and spelled:  # as "LLLG": local three times, then global
+        period = len(spelled)
+    else:
+        period = c.count("sliding_window_pattern", default=4)
     for index, span in enumerate(spans(c, _every(period, offset=period - 1))):
         yield attention_layer(c, index, span)
 
@@ -137,7 +139,7 @@ def read_llama4(c: Config) -> Iterator[LayerSpec]:
     """Chunked attention where a layer has rotary positions, full attention where it has none."""
     types = c.per_layer("layer_types")
     rotary = c.per_layer("no_rope_layers") if c.get("no_rope_layers") else None
-    period = c.get("no_rope_layer_interval", default=4)
+    period = c.count("no_rope_layer_interval", default=4)
     chunk = Span("chunk", c.count("attention_chunk_size"))
     for index in range(c.num_layers):
         if types is not None:

@@ -101,9 +101,9 @@ class Config:
             )
         return value
 
-    def count(self, *names: str) -> int:
-        """A needed positive integer."""
-        value = self.need(*names)
+    def count(self, *names: str, default: int | None = None) -> int:
+        """A positive integer; needed unless there is a `default`."""
+        value = self.need(*names) if default is None else self.get(*names, default=default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ModelError(
                 f"field {names[0]!r} is {value!r}; a positive integer is needed", names

@@ -52,7 +52,7 @@ def _elems(c: Config) -> dict[str, int]:
 
 
 def read_gated_delta_net(c: Config) -> Iterator[LayerSpec]:
-    period = c.get("full_attention_interval", default=4)
+    period = c.count("full_attention_interval", default=4)
     types = c.per_layer("layer_types")
     for index in range(c.num_layers):
         kind = types[index] if types is not None else None
@@ -187,8 +187,11 @@ def read_nemotron_h(c: Config) -> Iterator[LayerSpec]:
 
 def _bamba_mixer(c: Config, index: int, part: str = "mixer") -> LayerSpec:
     """The Mamba-2 fields as Bamba named them, which Granite and Falcon took over."""
-    expand = c.get("mamba_expand", "expansion_factor", default=2)
-    inner = c.get("mamba_d_ssm") or expand * c.count("hidden_size")
+    if c.get("mamba_d_ssm") is not None:
+        inner = c.count("mamba_d_ssm")
+    else:
+        expand = c.count("mamba_expand", "expansion_factor", default=2)
+        inner = expand * c.count("hidden_size")
     head_dim = c.get("mamba_d_head", "mamba_headdim")
     if c.get("mamba_n_heads", "n_mamba_heads") is None and isinstance(head_dim, int) and head_dim:
         heads = inner // head_dim
@@ -207,7 +210,7 @@ def _bamba_mixer(c: Config, index: int, part: str = "mixer") -> LayerSpec:
         part,
         heads=heads,
         head_dim=head_dim,
-        groups=c.get("mamba_n_groups", "mamba_ngroups", default=1),
+        groups=c.count("mamba_n_groups", "mamba_ngroups", default=1),
         state=c.count("mamba_d_state", "state_size"),
         conv=c.count("mamba_d_conv", "conv_dimension"),
     )
