@@ -282,7 +282,7 @@ def test_explain_reads_a_config_json(cli: Any, tmp_path: Path) -> None:
     ran = cli("explain --from tp=1 --to tp=2", str(file))
     assert ran.code == 2 and "--set model_type=VALUE" in ran.err
     ran = cli("explain --from tp=1 --to tp=2 --set model_type=llama", str(file))
-    assert ran.code == 2 and "--set hidden_size=VALUE" in ran.err
+    assert ran.code == 2 and "--set head_dim=VALUE" in ran.err
     line = "explain --from tp=1 --to tp=2 --set model_type=llama --set head_dim=64"
     assert cli(line, str(file)).code == 0
 

@@ -155,14 +155,14 @@ def _is_nested(values: Mapping[str, Any]) -> bool:
 
 
 def _unknown(family: Any) -> ModelError:
-    known = ", ".join(sorted(FAMILIES))
     close = nearest(str(family), FAMILIES, cutoff=0.6)
     hint = f" (nearest: {close!r})" if close else ""
     fields = ("num_hidden_layers", "num_key_value_heads", "head_dim")
     return ModelError(
         f"model_type {family!r} is not known{hint}. If its layers are plain attention, read it as "
         f"model_type='llama' with {', '.join(fields)}; if they keep MLA rows, as 'deepseek_v3' "
-        f"with num_hidden_layers, kv_lora_rank, qk_rope_head_dim. Known: {known}",
+        "with num_hidden_layers, kv_lora_rank, qk_rope_head_dim. Known ones are in FAMILIES, and "
+        "at the end of `vkvmap models`",
         ("model_type", *fields),
     )
 

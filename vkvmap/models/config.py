@@ -135,6 +135,13 @@ class Config:
         value = self.get("head_dim", "attention_head_dim")
         if value is not None:
             return self.count("head_dim", "attention_head_dim")
+        if self.get("hidden_size") is None or self.get("num_attention_heads") is None:
+            raise ModelError(
+                f"model_type {self.values.get('model_type')!r} needs the field 'head_dim', or "
+                "'hidden_size' and 'num_attention_heads', which the configuration does not have; "
+                "add it, or give it as head_dim=VALUE",
+                ["head_dim", "hidden_size", "num_attention_heads"],
+            )
         hidden, heads = self.count("hidden_size"), self.count("num_attention_heads")
         if hidden % heads:
             raise ModelError(
