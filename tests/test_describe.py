@@ -240,6 +240,12 @@ def test_without_colour_cells_are_the_ranks_digits() -> None:
     assert all(line.style != "on" for line in lines(picture("tp=4"), 100, colours=False))
 
 
+def test_a_page_whose_cells_have_no_room_for_words_says_what_it_holds() -> None:
+    drawn = picture("tp=16,block=256,layout=packed_nhd", heads=128, ranks=(5,), family="universal")
+    plain = [line.plain for line in lines(drawn, 70, colours=True)]
+    assert "page on rank 5 t0 h40 to t255 h47" in plain
+
+
 def test_many_rows_go_on_beside_themselves() -> None:
     drawn = picture("tp=4,dcp=4", heads=1)  # 64 tokens, dealt out one by one
     plain = [line.plain for line in lines(drawn, 80, colours=False, height=16)]

@@ -66,6 +66,9 @@ def _panel(panel: Panel, ranks: int, room: int, height: int, colours: bool) -> l
         longest = max(len(mark) for plane in planes for row in plane.marks for mark in row)
         if longest <= 7 and (longest + 1) * total <= usable:
             wide = longest + 1
+    first, last = panel.planes[0].marks[0][0], panel.planes[-1].marks[-1][-1]
+    if not panel.by_rank and wide <= len(last) and " " in last:  # cells cannot say it themselves
+        out[0].append_text(Text(f" {first} to {last}", style="not bold not underline"))
     blocks = [_plane(plane, panel, ranks, fold, wide, height, colours) for plane in planes]
     for parts in zip_longest(*blocks, fillvalue=Text()):
         line = Text()
