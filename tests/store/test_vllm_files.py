@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.store.small import content_of, key_of
-from vkvmap.errors import FormatError
+from vkvmap.errors import FormatError, StoreError
 from vkvmap.identity import Identity
 from vkvmap.integrations.vllm_files import VllmFiles, export_files, import_files
 from vkvmap.spec import LayerSpec, LayerTable
@@ -93,6 +94,36 @@ def test_a_short_engine_file_is_skipped(tmp_path):
         assert moved.chunks == 39 and list(moved.skipped) == [KEYS[3].hex()]
     with pytest.raises(FormatError, match="one length is expected"):
         VllmFiles.open(files.base)
+
+
+def test_a_file_that_goes_while_it_is_read_is_skipped(tmp_path, monkeypatch):
+    files = written_by_the_engine(tmp_path / "a")
+    listed = list(files.files())
+    gone = files.path(KEYS[3])
+    gone.unlink()
+    monkeypatch.setattr(VllmFiles, "files", lambda self: iter(listed))
+    with CanonicalStore(tmp_path / "store", IDENTITY, sync="none") as store:
+        moved = import_files(files, store)
+    assert moved.chunks == 39 and "No such file" in moved.skipped[KEYS[3].hex()]
+
+
+def test_an_export_that_cannot_be_written_leaves_whole_files_alone(tmp_path, monkeypatch):
+    files = written_by_the_engine(tmp_path / "a")
+    out = replace(files, root=tmp_path / "b")
+    replaced = os.replace
+
+    def full_after_five(source, target):
+        if len(list(out.files())) == 5:
+            raise OSError(28, "No space left on device")
+        replaced(source, target)
+
+    with CanonicalStore(tmp_path / "store", IDENTITY, sync="none") as store:
+        import_files(files, store)
+        monkeypatch.setattr(os, "replace", full_after_five)
+        with pytest.raises(StoreError, match="No space left on device; make room"):
+            export_files(store, out)
+    left = [path for path in Path(f"{out.base}_r0").rglob("*") if path.is_file()]
+    assert [path.stat().st_size for path in left] == [PAYLOAD + 4096] * 5
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,11 @@ def import_files(
     for start in range(0, len(paths), _BATCH):
         keys, rows = [], []
         for path in paths[start : start + _BATCH]:
-            row = np.fromfile(path, np.uint8)
+            try:
+                row = np.fromfile(path, np.uint8)
+            except OSError as error:  # such as one that an engine has just dropped
+                moved.skipped[path.stem] = str(error)
+                continue
             if row.size != files.row_bytes:
                 moved.skipped[path.stem] = f"{row.size} of {files.row_bytes} bytes"
                 continue
@@ -228,16 +233,15 @@ def export_files(
 
     Raises:
         FormatError: the identity describes something else.
+        StoreError: the files cannot be written; those that were stay.
     """
     group = files.check(store.identity)
     payload = store.identity.chunks[group].payload_bytes
     if keys is None:
         there = ls(store.path, identity=store.identity.name, folder="0")
         keys = sorted(bytes.fromhex(entry.key) for entry in there)
-    files.base.mkdir(parents=True, exist_ok=True)
-    if not (files.base / "config.json").exists():
-        text = json.dumps(files.config, indent=2, sort_keys=True)
-        (files.base / "config.json").write_text(text, encoding="utf-8")
+    text = json.dumps(files.config, indent=2, sort_keys=True)
+    _write(files.base / "config.json", text.encode())
     moved = Moved(0, {})
     rows = np.zeros((_BATCH, files.row_bytes), np.uint8)
     for start in range(0, len(keys), _BATCH):
@@ -246,20 +250,26 @@ def export_files(
         job.wait()
         for row, key, good in zip(rows, batch, job.good.tolist(), strict=False):
             if good:
-                _write(files.path(key), row)
+                _write(files.path(key), row.data)
         _note(moved, batch, job.good.tolist(), job.reasons)
         if progress is not None:
             progress(start + len(batch), len(keys))
     return moved
 
 
-def _write(path: Path, row: Bytes) -> None:
+def _write(path: Path, content: bytes | memoryview) -> None:
+    """Write a whole file, or none, unless it is there."""
     if path.exists():
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(row.data)
-    os.replace(temporary, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise StoreError(f"{path} cannot be written: {error}; make room, or export less") from error
 
 
 def _note(
