@@ -30,6 +30,7 @@ from vkvmap.errors import PlanError, RefusedError, SpecError, TilingError
 from vkvmap.layout import state_layout
 from vkvmap.mapping import runs_from_boxes
 from vkvmap.pack import tiles_of
+from vkvmap.recognise import PageAddressing
 from vkvmap.sections import sections_for
 
 MLA = LayerSpec.mla("m", row_bytes=8)
@@ -277,3 +278,20 @@ def test_alike_layers_share_one_mapping() -> None:
     caches = {name: CacheView.of(np.zeros((2, 4, 8), np.uint8), "mla", 4) for name in "abc"}
     mappings = derive_canonical_mappings(table, caches, RankGrid(tp=2), 0, strict=True)
     assert len({id(mapping) for mapping in mappings.by_layer.values()}) == 1
+
+
+def test_an_undeclared_tensor_is_read_with_its_own_rank_s_heads() -> None:
+    """Two of four heads on either rank, of which rank 1's begin at 2."""
+    table = LayerTable([LayerSpec.attention("a", num_kv_heads=4, head_size=8, elem=1)])
+    for rank in (0, 1):
+        tensor = np.zeros((3, 5, 2, 16), np.uint8).transpose(0, 2, 1, 3)
+        mappings = derive_canonical_mappings(
+            table, {"a": tensor}, RankGrid(tp=2), rank, strict=True
+        )
+        assert mappings.by_layer["a"].local_page_size_bytes == tensor[0].size
+
+
+def test_a_page_reaches_to_its_furthest_piece() -> None:
+    pieces = (Box(0, 50, ((8, 1, 1),)), Box(8, 4, ((4, 1, 1), (2, 4, 10))))
+    assert PageAddressing(0, 100, 1, 16, pieces).extent == 58
+    assert PageAddressing(0, 100, 1, 16, pieces[::-1]).extent == 58
