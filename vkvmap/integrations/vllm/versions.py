@@ -1,7 +1,7 @@
 """Where releases of the engine differ: one function per difference, each by looking, never by
 comparing version numbers.
 
-Known to work with 0.27.1 to 0.32.0. A release whose interface has moved on is refused at start-up
+Known to work with 0.27.1 to 0.33.0. A release whose interface has moved on is refused at start-up
 with what was looked for; nothing here is reached in the hot path.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from vkvmap.integrations.vllm.options import EngineError
 
-KNOWN = "0.27.1 to 0.32.0"
+KNOWN = "0.27.1 to 0.33.0"
 _TIERING = "vllm.v1.kv_offload.tiering.spec"
 _BASE = "vllm.v1.kv_offload.base"
 _REGION = "vllm.v1.kv_offload.cpu.shared_offload_region"
