@@ -34,9 +34,16 @@ cuda_12() {
   mkdir -p "$parts/lists/partial" "$parts/archives/partial"
   : >"$parts/status"
   chmod -R a+rX "$parts"
-  # Debian trixie's, whatever release this machine runs, under an apt state of their own.
-  echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]" \
-    "http://deb.debian.org/debian trixie non-free" >"$parts/sources.list"
+  # Debian trixie's, whatever release this machine runs, from the mirror that it uses, under an apt
+  # state of their own.
+  local mirror
+  mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' | grep -m 1 '/debian/*$' || true)}
+  [ -n "$mirror" ] || {
+    echo "cuda-toolkit.sh: apt knows no Debian mirror; set DEBIAN_MIRROR to the address of one" >&2
+    exit 1
+  }
+  echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror trixie non-free" \
+    >"$parts/sources.list"
   apt=(apt-get -qq -o "Dir::Etc::sourcelist=$parts/sources.list"
     -o Dir::Etc::sourceparts=/dev/null -o Dir::Etc::preferencesparts=/dev/null
     -o "Dir::State::lists=$parts/lists" -o "Dir::State::status=$parts/status"
