@@ -107,6 +107,17 @@ def test_an_interpreter_leaves_with_jobs_that_never_began() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
 
 
+def test_a_region_may_outlive_the_names_of_its_module() -> None:
+    """Interpreters clear modules in an order of their own, and some clear them before objects."""
+    done = python("""
+        import vkvmap.region
+        for name in list(vars(vkvmap.region)):
+            if not name.startswith("__") and name != "Region":
+                setattr(vkvmap.region, name, None)
+    """)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_callback_may_outlive_the_main_thread() -> None:
     done = python("""
         plan.engine.submit(plan.packed.native, 0, [(0, ids, ids)],

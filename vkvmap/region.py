@@ -384,8 +384,11 @@ class Region:
         self.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # a half-made object at interpreter exit
+        # At interpreter exit this module's names may be gone, and so may half of the object.
+        try:
             self.close(force=True)
+        except Exception:
+            pass
 
     def __repr__(self) -> str:
         state = "" if self.alive else " closed"
