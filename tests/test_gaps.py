@@ -46,6 +46,11 @@ def test_a_grid_counts_in_positive_integers(name: str, value: Any) -> None:
         RankGrid(**{name: value})
 
 
+def test_a_pcp_mode_is_one_of_two() -> None:
+    with pytest.raises(SpecError, match="pcp_mode='both': choose 'shards' or 'replicates'"):
+        RankGrid(pcp_mode="both")  # type: ignore[arg-type]
+
+
 # ---- holding -------------------------------------------------------------------------------------
 
 
