@@ -25,6 +25,7 @@ from vkvmap import (
     derive_canonical_mappings,
 )
 from vkvmap.boxes import Box, boxes_of, folded
+from vkvmap.cache import layer_views
 from vkvmap.chunk import ChunkLayout
 from vkvmap.errors import PlanError, RefusedError, SpecError, TilingError
 from vkvmap.layout import state_layout
@@ -300,3 +301,23 @@ def test_a_page_reaches_to_its_furthest_piece() -> None:
     pieces = (Box(0, 50, ((8, 1, 1),)), Box(8, 4, ((4, 1, 1), (2, 4, 10))))
     assert PageAddressing(0, 100, 1, 16, pieces).extent == 58
     assert PageAddressing(0, 100, 1, 16, pieces[::-1]).extent == 58
+
+
+# ---- runs and slabs of nothing -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "count"), [(0, 4), (4, 0), (-8, -2), (-1, 1), (1, -1), (0, 0)])
+def test_a_run_of_nothing_beside_a_run_of_everything_is_refused(size: int, count: int) -> None:
+    everything = CopyRun(0, 0, 16, 1, 16, 16)
+    for runs in (
+        (everything, CopyRun(16, 16, size, count, 1, 1)),
+        (CopyRun(0, 0, size, count, 1, 1), everything),
+    ):
+        with pytest.raises(TilingError):
+            certify([CanonicalPageMapping(16, 16, runs, 1, 0, True)])
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 16, 8), (3, 4, 2, 16, 2, 8), (3,)])
+def test_a_cross_layer_tensor_has_five_dimensions(shape: tuple[int, ...]) -> None:
+    with pytest.raises(SpecError, match="a cross-layer tensor has 5 dimensions"):
+        layer_views(np.zeros(shape, np.uint8), "LBHNC", shape[0])
