@@ -5,6 +5,7 @@ Each engine is a process of its own, and all that connects them is the engine's 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -159,3 +160,20 @@ def test_an_engine_that_slept_finds_its_pages_in_files(
     slept = bench.run(models("llama"), prompts=FIRST, passes=2, sleep=1, transfer=config)
     assert slept.cached(0) == [0, 0] and slept.cached(1) == whole_prefix(slept, 32, 1)
     assert slept.tokens(0) == slept.tokens(1) == life.tokens()
+
+
+def test_pipeline_stages_arrive_at_the_name_of_the_unstaged_engine(
+    bench: Bench, models: Models, stored: tuple[Life, Path]
+) -> None:
+    """The set-up alone: the engine itself stops at the first step of staged ranks on the CPU."""
+    name = re.search(r"name ([0-9a-f]{12}) ", stored[0].log)
+    assert name is not None
+    process = bench.start(
+        models("llama"),
+        prompts=FIRST,
+        transfer=transfer(strict=True),
+        engine={"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+    )
+    output, _ = process.communicate(timeout=300)
+    assert "2 of 2 layers certified" in output and f"name {name[1]} (shared" in output
+    assert "host region 67,108,864 bytes: 512 chunks of 131,072 bytes" in output
