@@ -33,6 +33,7 @@ from vkvmap.mapping import runs_from_boxes
 from vkvmap.pack import tiles_of
 from vkvmap.recognise import PageAddressing
 from vkvmap.sections import sections_for
+from vkvmap.writers import POLICIES
 
 MLA = LayerSpec.mla("m", row_bytes=8)
 
@@ -321,3 +322,22 @@ def test_a_run_of_nothing_beside_a_run_of_everything_is_refused(size: int, count
 def test_a_cross_layer_tensor_has_five_dimensions(shape: tuple[int, ...]) -> None:
     with pytest.raises(SpecError, match="a cross-layer tensor has 5 dimensions"):
         layer_views(np.zeros(shape, np.uint8), "LBHNC", shape[0])
+
+
+# ---- writers -------------------------------------------------------------------------------------
+
+
+def test_slices_of_a_page_begin_on_host_lines() -> None:
+    """Three replicas, ten lines and a piece of one: no two of them write in one line."""
+    size = 10 * 128 + 7
+    whole = (CopyRun(0, 0, size, 1, size, size),)
+    places = []
+    for index in range(3):
+        sliced = POLICIES["split"](CanonicalPageMapping(size, size, whole, 3, index, True))
+        places += [
+            (run.canonical_offset, run.canonical_offset + run.fragment_size)
+            for run in sliced.effective_store_runs
+        ]
+    assert [start % 128 for start, _ in places] == [0, 0, 0]
+    assert [start for start, _ in places[1:]] == [stop for _, stop in places[:-1]]
+    assert (places[0][0], places[-1][1]) == (0, size)
