@@ -341,3 +341,9 @@ def test_slices_of_a_page_begin_on_host_lines() -> None:
     assert [start % 128 for start, _ in places] == [0, 0, 0]
     assert [start for start, _ in places[1:]] == [stop for _, stop in places[:-1]]
     assert (places[0][0], places[-1][1]) == (0, size)
+
+
+def test_a_state_layout_is_named_after_its_order() -> None:
+    state = LayerSpec.recurrent("s", segments=[("x", 8, 4)], conv_positions=3, temporal=[])
+    for channels_first, name in ((True, "state_channels_first"), (False, "state_channels_last")):
+        assert state_layout(state, channels_first=channels_first).name == name
