@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -186,6 +188,23 @@ def test_fsck_finds_a_flipped_byte_and_repairs(cli: Any, store: Path) -> None:
     assert cli(f"store stats {store} --json").json["quarantined"] == 1
     assert cli(f"store gc {store} --keep-quarantine --json").json["quarantined"] == 0
     assert cli(f"store gc {store} --json").json["quarantined"] == 1
+
+
+def test_fsck_names_what_it_could_not_read(
+    cli: Any, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = chunk_files(store)[0]
+    opened = os.open
+
+    def refuse(path: Any, *args: Any, **options: Any) -> int:
+        if os.fspath(path).endswith(file.name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    ran = cli(f"store fsck {store}")
+    assert ran.code == 1 and f"unreadable: {file}: {os.strerror(errno.EIO)}" in ran.out
+    assert file.exists()
 
 
 def test_gc_removes_what_it_is_told_to(cli: Any, store: Path) -> None:

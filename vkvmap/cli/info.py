@@ -49,16 +49,20 @@ def collect(*, fresh: bool = False) -> dict[str, dict[str, Any]]:
 
 def _versions() -> dict[str, Any]:
     found: dict[str, Any] = {
-        "vkvmap": __version__,
+        "vkvmap": _installed("vkvmap") or __version__,  # with the label of its wheel: +cpu, +cu13
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
     for package in ("numpy", "torch", "vllm", "click", "rich", "xxhash"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
+        found[package] = _installed(package)
     return found
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _build() -> dict[str, Any]:

@@ -119,13 +119,17 @@ def check(path: Path, repair: bool, as_json: bool) -> int:
         return 0 if found.clean else EXIT_NO
     out = console()
     out.print(verdict(found.clean, f"{found.chunks:,} chunks, {size(found.nbytes)} are good"))
-    for what, where in (("damaged", found.damaged), ("misplaced", found.misplaced)):
+    for what, where in (
+        ("damaged", found.damaged),
+        ("misplaced", found.misplaced),
+        ("unreadable", found.unreadable),
+    ):
         for file, why in list(where.items())[:20]:
-            out.print(f"  {what}: {file}: {why}", style="red")
+            out.print(f"  {what}: {file}: {why}", style="red", soft_wrap=True)
         if len(where) > 20:
             out.print(f"  ... and {len(where) - 20} more {what}")
     for file in found.unknown[:20]:
-        out.print(f"  not part of a store: {file}", style="dim")
+        out.print(f"  not part of a store: {file}", style="dim", soft_wrap=True)
     if found.orphans:
         out.print(f"  {found.orphans} orphaned temporary files")
     if found.repaired:
