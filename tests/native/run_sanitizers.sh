@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # run_sanitizers.sh [PART ...]: everything native under sanitizers. Fails if a test fails or a
-# sanitizer speaks. Parts, without any the first four:
+# sanitizer speaks. Parts, without any all but `module`:
 #
 #   native   the native tests plain, under AddressSanitizer + UndefinedBehaviorSanitizer, and under
 #            ThreadSanitizer
-#   module   the Python tests that reach the native module, under the former two
+#   python   the core lane under the former two
 #   threads  the Python tests with threads, under ThreadSanitizer
 #   leaks    things made and let go, under LeakSanitizer
-#   python   instead of `module`: all of the core lane, some minutes more
+#   module   instead of `python`: only the Python tests that reach the native module
 #
 # Needs a virtual environment with the test tools (VKVMAP_VENV, default .venv) for all but `native`;
 # builds in VKVMAP_SANITIZER_BUILD, default build/sanitizers.
@@ -127,7 +127,7 @@ part_leaks() {
   fi
 }
 
-[ $# -gt 0 ] || set -- native module threads leaks
+[ $# -gt 0 ] || set -- native python threads leaks
 for part in "$@"; do
   declare -F "part_$part" >/dev/null ||
     { echo "run_sanitizers.sh: unknown part '$part'; parts: native module threads leaks python" >&2; exit 2; }
