@@ -13,7 +13,6 @@ Both directions stream: memory is bounded by the batch, whatever the number of c
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from vkvmap.paged import paged_layer, views_of
 from vkvmap.region import Region
 from vkvmap.sections import sections_for
 from vkvmap.store import CanonicalStore
+from vkvmap.store_exchange import write_whole
 from vkvmap.transfer_plan import TransferPlan
 
 Bytes = npt.NDArray[np.uint8]
@@ -259,19 +259,10 @@ class _Bench:
         """Write row `row` of every rank's cache to its file, whole or not at all."""
         for (stage, rank), arrays in self.memory.items():
             path = self.files.path(stage, rank, self.group, key)
-            temporary = path.with_suffix(f".{os.getpid()}.tmp")
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with open(temporary, "wb") as file:
-                    for array in arrays.values():
-                        file.write(array[row].data)
-                os.replace(temporary, path)
-            except BaseException as error:
-                with suppress(OSError):
-                    os.unlink(temporary)
-                if isinstance(error, OSError):
-                    raise StoreError(f"cannot write {path}: {error.strerror}") from error
-                raise
+                write_whole(path, [array[row].data for array in arrays.values()])
+            except OSError as error:
+                raise StoreError(f"cannot write {path}: {error.strerror}") from error
 
     def move(self, *, store: bool, rows: int) -> None:
         for plan in self.plans.values():

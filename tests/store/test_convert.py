@@ -196,6 +196,36 @@ def test_a_page_file_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_p
     assert len(written) == 5 and all(path.suffix == ".pages" for path in written)
 
 
+def test_two_conversions_into_the_same_files_at_once_both_leave_whole_files(tmp_path, monkeypatch):
+    """The second begins and ends while the first is about to give its first file its name."""
+    files = page_files(tmp_path / "a", SIDES[2])
+    write_all(files)
+    out, others = page_files(tmp_path / "b", SIDES[0]), []
+    real = os.replace
+
+    def replace(source, target) -> None:
+        if not others:
+            others.append("begun")
+            others.append(from_canonical(store, out).chunks)
+        real(source, target)
+
+    with CanonicalStore(tmp_path / "store", IDENTITY, sync="none") as store:
+        to_canonical(files, store)
+        monkeypatch.setattr(os, "replace", replace)
+        assert from_canonical(store, out).chunks == 14 and others == ["begun", 14]
+    found = sorted(path for path in out.root.rglob("*") if path.is_file())
+    assert found == sorted(
+        out.path(*rank, group, key)
+        for rank in ranks(out)
+        for group in LAYERS.groups
+        for key in KEYS
+    )
+    for stage, rank in ranks(out):
+        assert out.path(stage, rank, "full", KEYS[0]).read_bytes() == expected_file(
+            out, stage, rank, "full", 0
+        )
+
+
 def test_no_more_memory_is_taken_than_the_chunks_need(tmp_path):
     files = page_files(tmp_path / "a", SIDES[2])
     write_all(files)

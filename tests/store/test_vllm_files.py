@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from vkvmap.identity import Identity
 from vkvmap.integrations.vllm_files import VllmFiles, export_files, import_files
 from vkvmap.spec import LayerSpec, LayerTable
 from vkvmap.store import CanonicalStore
+from vkvmap.store_exchange import write_whole
 
 LAYERS = LayerTable(
     LayerSpec.attention(f"l.{index}", num_kv_heads=2, head_size=8) for index in range(2)
@@ -124,6 +126,47 @@ def test_an_export_that_cannot_be_written_leaves_whole_files_alone(tmp_path, mon
             export_files(store, out)
     left = [path for path in Path(f"{out.base}_r0").rglob("*") if path.is_file()]
     assert [path.stat().st_size for path in left] == [PAYLOAD + 4096] * 5
+
+
+def test_two_exports_of_the_same_files_at_once_both_leave_whole_files(tmp_path, monkeypatch):
+    """The second begins and ends while the first is about to give its first file its name."""
+    files = written_by_the_engine(tmp_path / "a")
+    out = replace(files, root=tmp_path / "b")
+    replaced, others = os.replace, []
+
+    def replace_after_another(source, target):
+        if not others and str(target).endswith(".bin"):
+            others.append("begun")
+            others.append(export_files(store, out).chunks)
+        replaced(source, target)
+
+    with CanonicalStore(tmp_path / "store", IDENTITY, sync="none") as store:
+        import_files(files, store)
+        monkeypatch.setattr(os, "replace", replace_after_another)
+        assert export_files(store, out).chunks == 40 and others == ["begun", 40]
+    left = [path for path in Path(f"{out.base}_r0").rglob("*") if path.is_file()]
+    assert sorted(left) == sorted(out.path(key) for key in KEYS)
+    assert {path.stat().st_size for path in left} == {PAYLOAD + 4096}
+
+
+def test_a_file_that_another_writes_meanwhile_is_whole_at_every_moment(tmp_path):
+    path = tmp_path / "deep" / "file"
+
+    def slowly(fails: bool) -> Iterator[bytes]:
+        yield b"a" * 100_000
+        write_whole(path, [b"b" * 50_000, memoryview(b"b" * 50_000)])
+        assert path.read_bytes() == b"b" * 100_000
+        yield b"a" * 100_000
+        assert path.read_bytes() == b"b" * 100_000
+        if fails:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, slowly(True))
+    assert path.read_bytes() == b"b" * 100_000
+    write_whole(path, slowly(False))
+    assert path.read_bytes() == b"a" * 200_000
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from vkvmap.errors import FormatError, StoreError
 from vkvmap.foreign import read_json
 from vkvmap.identity import Identity
 from vkvmap.store import CanonicalStore
+from vkvmap.store_exchange import write_whole
 from vkvmap.store_upkeep import ls
 
 __all__ = ["Moved", "VllmFiles", "export_files", "import_files"]
@@ -261,14 +260,9 @@ def _write(path: Path, content: bytes | memoryview) -> None:
     """Write a whole file, or none, unless it is there."""
     if path.exists():
         return
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
+        write_whole(path, [content])
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise StoreError(f"{path} cannot be written: {error}; make room, or export less") from error
 
 
