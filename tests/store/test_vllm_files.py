@@ -87,6 +87,20 @@ def test_engine_files_become_chunks_and_chunks_become_engine_files(tmp_path):
     assert not out.path(KEYS[20]).exists()
 
 
+def test_all_chunks_of_a_store_in_parts_are_exported_once_all_parts_are_there(tmp_path):
+    files = written_by_the_engine(tmp_path / "a")
+    out = replace(files, root=tmp_path / "b")
+    parts = [["l.0"], ["l.1"]]
+    with CanonicalStore(tmp_path / "store", IDENTITY, sync="none", parts=parts) as store:
+        assert import_files(files, store).chunks == 40
+        os.unlink(store._shelves["0"].parts[1].path(KEYS[3]))
+        assert export_files(store, out).chunks == 39
+    assert list(out.files()) == sorted(out.path(key) for key in KEYS if key != KEYS[3])
+    for path in out.files():
+        key = bytes.fromhex(path.stem)
+        assert path.read_bytes() == content_of(key, PAYLOAD).tobytes() + bytes(4096)
+
+
 def test_a_short_engine_file_is_skipped(tmp_path):
     files = written_by_the_engine(tmp_path / "a")
     short = files.path(KEYS[3])

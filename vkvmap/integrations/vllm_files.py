@@ -33,7 +33,6 @@ from vkvmap.foreign import read_json
 from vkvmap.identity import Identity
 from vkvmap.store import CanonicalStore
 from vkvmap.store_exchange import write_whole
-from vkvmap.store_upkeep import ls
 
 __all__ = ["Moved", "VllmFiles", "export_files", "import_files"]
 
@@ -237,8 +236,7 @@ def export_files(
     group = files.check(store.identity)
     payload = store.identity.chunks[group].payload_bytes
     if keys is None:
-        there = ls(store.path, identity=store.identity.name, folder="0")
-        keys = sorted(bytes.fromhex(entry.key) for entry in there)
+        keys = store.keys(group)
     text = json.dumps(files.config, indent=2, sort_keys=True)
     _write(files.base / "config.json", text.encode())
     moved = Moved(0, {})
