@@ -24,11 +24,20 @@ bool share_a_place(const std::vector<Area>& some, const std::vector<Area>& other
   return false;
 }
 
+void unite(std::vector<GroupSpaces>& groups, size_t GroupSpaces::* place, size_t g, size_t other) {
+  const size_t kept = std::min(groups[g].*place, groups[other].*place);
+  const size_t given_up = std::max(groups[g].*place, groups[other].*place);
+  for (GroupSpaces& group : groups) {
+    if (group.*place == given_up) group.*place = kept;
+  }
+}
+
 }  // namespace
 
-const std::vector<uint64_t>& Dependencies::sorted_unique() {
+const std::vector<uint64_t>& Dependencies::before(uint64_t seq) {
   std::sort(seqs_.begin(), seqs_.end());
   seqs_.erase(std::unique(seqs_.begin(), seqs_.end()), seqs_.end());
+  seqs_.erase(std::lower_bound(seqs_.begin(), seqs_.end(), seq), seqs_.end());
   return seqs_;
 }
 
@@ -123,14 +132,15 @@ const std::vector<GroupSpaces>& Conflicts::spaces_of(const std::shared_ptr<const
     record.groups.push_back(std::move(spaces));
   }
   for (size_t g = 0; g < areas.size(); ++g) {
+    record.groups[g].block_place = record.groups[g].page_place = g;
     for (size_t other = 0; other < g; ++other) {
-      GroupSpaces& one = record.groups[g];
-      GroupSpaces& two = record.groups[other];
+      const GroupSpaces& one = record.groups[g];
+      const GroupSpaces& two = record.groups[other];
       if (one.blocks == two.blocks && share_a_place(areas[g].blocks, areas[other].blocks)) {
-        one.blocks_shared = two.blocks_shared = true;
+        unite(record.groups, &GroupSpaces::block_place, g, other);
       }
       if (one.pages == two.pages && share_a_place(areas[g].pages, areas[other].pages)) {
-        one.pages_shared = two.pages_shared = true;
+        unite(record.groups, &GroupSpaces::page_place, g, other);
       }
     }
   }

@@ -30,7 +30,9 @@ class Dependencies {
     seqs_.push_back(seq);
   }
   void clear() { seqs_.clear(); }
-  const std::vector<uint64_t>& sorted_unique();
+  // Ascending, each once, those below `seq`: a transfer that touches one cell from two of its groups
+  // finds itself there and must not wait for that.
+  const std::vector<uint64_t>& before(uint64_t seq);
 
  private:
   std::vector<uint64_t> seqs_;
@@ -131,8 +133,10 @@ class Space {
 struct GroupSpaces {
   std::shared_ptr<Space> blocks;
   std::shared_ptr<Space> pages;
-  bool blocks_shared = false;  // a block id means the same bytes in another group of the plan
-  bool pages_shared = false;
+  // The first group of the plan in which an id means the same bytes, directly or by way of others;
+  // its own index if there is none.
+  size_t block_place = 0;
+  size_t page_place = 0;
 };
 
 class Conflicts {

@@ -65,29 +65,42 @@ void Intake::check(const SubmitRequest& request) {
     refuse(verb, ": progress has ", request.progress.count, " words, but the plan's layers count to ",
            plan.max_layer_id(), "; pass one uint32 per layer of the layer table");
   }
-  if (ids_.size() < request.groups.size()) ids_.resize(request.groups.size());
-  uint64_t shared_token = 0;
-  for (size_t g = 0; g < request.groups.size(); ++g) {
-    const GroupIds& list = request.groups[g];
-    if (list.group >= plan.groups().size()) {
-      refuse(verb, ": group ", list.group, " does not exist; the plan has groups 0 to ",
+  const size_t num_lists = request.groups.size();
+  for (size_t g = 0; g < num_lists; ++g) {
+    const uint32_t group = request.groups[g].group;
+    if (group >= plan.groups().size()) {
+      refuse(verb, ": group ", group, " does not exist; the plan has groups 0 to ",
              plan.groups().size(), " (exclusive)");
     }
     for (size_t other = 0; other < g; ++other) {
-      if (request.groups[other].group == list.group) {
-        refuse(verb, ": group ", list.group, " is listed twice; pass one list per group");
+      if (request.groups[other].group == group) {
+        refuse(verb, ": group ", group, " is listed twice; pass one list per group");
       }
     }
-    if (plan.groups()[list.group].classes.empty()) {  // its layers live on another pipeline stage
-      ids_[g].clear();
-      continue;
+  }
+  // Lists of one place are claimed with one token, so that no destination is in two of them, and one
+  // after the other: an id is one cell for groups that lie beside each other, too, whose claims are
+  // not to be mixed up with these.
+  if (ids_.size() < num_lists) ids_.resize(num_lists);
+  auto place = [&](size_t g) {
+    const GroupSpaces& space = spaces[request.groups[g].group];
+    return load ? space.block_place : space.page_place;
+  };
+  for (size_t first = 0; first < num_lists; ++first) {
+    bool begun = false;
+    for (size_t g = 0; g < first && !begun; ++g) begun = place(g) == place(first);
+    if (begun) continue;
+    const uint64_t token = next_token_++;
+    for (size_t g = first; g < num_lists; ++g) {
+      if (place(g) != place(first)) continue;
+      const GroupIds& list = request.groups[g];
+      if (plan.groups()[list.group].classes.empty()) {  // its layers live on another stage
+        ids_[g].clear();
+        continue;
+      }
+      const GroupSpaces& space = spaces[list.group];
+      copy_ids(list, plan, load ? *space.blocks : *space.pages, request.direction, token, ids_[g]);
     }
-    // Groups on the same memory share a token, so that no destination is in two of their lists.
-    const GroupSpaces& space = spaces[list.group];
-    const bool shared = load ? space.blocks_shared : space.pages_shared;
-    if (shared && shared_token == 0) shared_token = next_token_++;
-    copy_ids(list, plan, load ? *space.blocks : *space.pages, request.direction,
-             shared ? shared_token : next_token_++, ids_[g]);
   }
 }
 
@@ -207,7 +220,7 @@ const std::vector<uint64_t>& Intake::note(const SubmitRequest& request, const Tr
       }
     }
   }
-  return deps_.sorted_unique();
+  return deps_.before(seq);
 }
 
 }  // namespace vkvmap

@@ -47,6 +47,8 @@ def refusing(fatal: int, code: int = errno.EMFILE) -> Iterator[list[str]]:
             if threading.get_ident() == thread:
                 asked.append(name)
                 if len(asked) == fatal + 1:
+                    if name == "start":  # what Python makes of a thread that cannot be had
+                        raise RuntimeError("can't start new thread")
                     raise OSError(code, os.strerror(code))
             return real(*arguments, **keywords)
 

@@ -459,6 +459,27 @@ def test_progress_words_appear_layer_by_layer(engine: Engine) -> None:
 # Callbacks, metrics, processes --------------------------------------------------------------------
 
 
+def test_a_callback_thread_that_cannot_be_had_is_told_before_anything_is_submitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = heads()
+    plan = world.plan()
+    called: list[Job] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Engine(1) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(TransferError, match="can't start new thread"):
+                submit(engine, world, STORE, [0], [0], plan=plan, callback=called.append)
+        assert engine.metrics()["transfers"] == {}
+        job = submit(engine, world, STORE, [0], [1], plan=plan, callback=called.append)
+        job.check()
+    assert called == [job]
+
+
 def test_callbacks_run_on_a_thread_of_the_engine() -> None:
     world = heads()
     plan = world.plan()

@@ -1,10 +1,12 @@
 """Where a region's pages are first touched, on machines of several memory nodes."""
 
 import os
+import threading
 
 import pytest
 
 from vkvmap import region_memory
+from vkvmap.errors import RegionError
 from vkvmap.region import Region, Section
 
 STRIPE = region_memory.STRIPE
@@ -72,3 +74,16 @@ def test_stripes_are_touched_from_their_own_node(monkeypatch):
             assert cpus == nodes[(address - region.address) // STRIPE % 2]
     assert len(seen) == 5
     assert os.sched_getaffinity(0) == set(usable)
+
+
+def test_threads_that_cannot_be_had_are_a_region_error_and_leave_nothing(monkeypatch):
+    before = set(os.listdir("/proc/self/fd"))
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RegionError, match=r"no threads to populate .*populate_threads=0"):
+        Region.create([Section("x", 4, STRIPE)])
+    assert set(os.listdir("/proc/self/fd")) == before
+    Region.create([Section("x", 4, 4096)], populate_threads=0).close()

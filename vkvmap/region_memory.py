@@ -77,8 +77,15 @@ def populate(address: int, nbytes: int, threads: int | None, huge_pages: HugePag
     if count < 1:
         return
     parts = _parts(address, nbytes, cpus_by_node(), count)
-    with ThreadPoolExecutor(count, thread_name_prefix="vkvmap-populate") as pool:
-        failures = [code for code in pool.map(lambda part: _populate_part(*part), parts) if code]
+    try:
+        with ThreadPoolExecutor(count, thread_name_prefix="vkvmap-populate") as pool:
+            codes = list(pool.map(lambda part: _populate_part(*part), parts))
+    except RuntimeError as error:  # what Python makes of the system's refusal
+        raise RegionError(
+            f"no threads to populate {nbytes:,} bytes with: {error}; end some, or pass "
+            "populate_threads=0 to leave pages to first use"
+        ) from error
+    failures = [code for code in codes if code]
     if failures:
         raise RegionError(
             f"populating {nbytes:,} bytes failed: {os.strerror(failures[0])}; the memory "

@@ -40,15 +40,15 @@ LANES = ("store", "load", "expedited")
 DIRECTIONS = ("store", "load")
 MOST_THREADS = 1024
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def _ours(method: Callable[P, R]) -> Callable[P, R]:
+def _ours(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """What the native module refuses, as errors of this package."""
 
     @wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return method(*args, **kwargs)
         except VkvmapError:
@@ -347,14 +347,13 @@ class _Callbacks:
 
         def add(job: Job) -> None:
             self._waiting[job.id] = (job, callback)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="vkvmap-callbacks", daemon=True
-                )
-                self._thread.start()
-                self._running.add(self)
 
         with self._lock:
+            if self._thread is None:  # before anything is submitted: it may not be had
+                thread = threading.Thread(target=self._run, name="vkvmap-callbacks", daemon=True)
+                thread.start()
+                self._thread = thread
+                self._running.add(self)
             yield add
 
     def close(self) -> None:
