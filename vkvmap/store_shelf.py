@@ -221,7 +221,11 @@ class Backend(Protocol):
         unchanged: Callable[[], bool],
         witnesses: Sequence[Witness],
     ) -> Result:
-        """Store the chunk; do not let it appear unless `unchanged()` after its bytes were read."""
+        """Store the chunk; do not let it appear unless `unchanged()` after its bytes were read.
+
+        Where bytes are read twice, for digests and for the copy: after the digests were taken, then
+        a copy of anything else is damaged; and again after the copy, to take it back.
+        """
 
     def get(
         self, shelf: Shelf, key: bytes, payload: Bytes, layers: frozenset[str] | None

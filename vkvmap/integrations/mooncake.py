@@ -169,6 +169,9 @@ class _Cluster:
         if self._client.is_exist(name) == 1:
             return Result("present")
         header = shelf.chunk.header(key, payload, witnesses)
+        if not unchanged():
+            return _changed()
+        # From here on the digests bind the content: what the row gets now would fail them.
         buffers = self._buffers(shelf.chunk, len(header), payload)
         buffers.staging.array(0, len(header))[:] = np.frombuffer(header, np.uint8)
         if buffers.staged is not None:
@@ -182,7 +185,7 @@ class _Cluster:
             return Result("failed", f"Mooncake code {code}")
         if not unchanged():
             self._client.remove(name, True)
-            return Result("incomplete", "the row got new content while it was written")
+            return _changed()
         return Result("stored", written=sum(buffers.sizes))
 
     def get(
@@ -290,6 +293,10 @@ class _Buffers:
         self, staging: _Staging, staged: Bytes | None, addresses: list[int], sizes: list[int]
     ) -> None:
         self.staging, self.staged, self.addresses, self.sizes = staging, staged, addresses, sizes
+
+
+def _changed() -> Result:
+    return Result("incomplete", "the row got new content while it was written")
 
 
 def _registered(client: Any, address: int, nbytes: int) -> None:
