@@ -3,7 +3,7 @@
 #
 #   lint        ruff, mypy
 #   core        unit and property tests
-#   sanitizers  native tests under AddressSanitizer + UndefinedBehaviorSanitizer, ThreadSanitizer
+#   sanitizers  native and Python tests under AddressSanitizer, ThreadSanitizer and their like
 #   cuda        the CUDA kernel without a GPU: compiled, disassembled, simulated (needs nvcc)
 #   gpu         the movers on a real GPU; only where it is named (needs one)
 #   store       crash, corruption and concurrency tests of the store
