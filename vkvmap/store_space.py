@@ -19,6 +19,7 @@ import fcntl
 import itertools
 import mmap
 import os
+import secrets
 import stat
 import struct
 import threading
@@ -82,6 +83,9 @@ class Space:
         self.policy = policy
         self.quarantine_files = quarantine_files
         self.evicted = 0
+        # Not the process id: containers that share a directory have the same ones, and so have two
+        # stores of one process.
+        self._own = secrets.token_hex(8)
         self._names = itertools.count()
         self._threads = threading.Lock()
         self._pid = os.getpid()
@@ -177,7 +181,7 @@ class Space:
                 self._evict(nbytes)
                 if self.used + nbytes > self.capacity:
                     return None
-            path = f"{self.root}/{TEMPORARY}/{self._pid}-{next(self._names)}-{nbytes}.tmp"
+            path = f"{self.root}/{TEMPORARY}/{self._new_name()}-{nbytes}.tmp"
             make_folder(os.path.dirname(path))
             self._add_used(nbytes)
             fd = -1
@@ -205,6 +209,10 @@ class Space:
                 self.files.rename(path, target)
         return True
 
+    def _new_name(self) -> str:
+        """A name that no other file of the directory has, whoever made it."""
+        return f"{self._own}-{next(self._names)}"
+
     def abandon(self, path: str, nbytes: int) -> None:
         """Remove a temporary that will not be published."""
         with self.locked():
@@ -224,7 +232,7 @@ class Space:
         with self.locked():
             make_folder(f"{self.root}/{TEMPORARY}")
             make_folder(os.path.dirname(target))
-            path = f"{self.root}/{TEMPORARY}/{self._pid}-{next(self._names)}-0.tmp"
+            path = f"{self.root}/{TEMPORARY}/{self._new_name()}-0.tmp"
             try:
                 with open(path, "w", encoding="utf-8") as small:
                     small.write(text)
@@ -275,7 +283,7 @@ class Space:
             self._next_epoch()
             folder = f"{self.root}/{QUARANTINE}"
             parts = os.path.relpath(path, self.root).split(os.sep)
-            name = f"{parts[0][:16]}-{parts[1]}-{parts[-1]}.{self._pid}-{next(self._names)}"
+            name = f"{parts[0][:16]}-{parts[1]}-{parts[-1]}.{self._new_name()}"
             try:
                 make_folder(folder)
                 self.files.rename(path, f"{folder}/{name}")

@@ -423,6 +423,31 @@ def test_what_a_dead_writer_left_is_gone_when_the_store_is_next_opened(path):
         assert put(store, [1]) == ["stored"] and store.snapshot()["used_bytes"] == FILE
 
 
+def test_stores_of_one_process_id_do_not_take_each_others_names(path):
+    """As processes in containers have it that share a directory: each of them is number 1."""
+    opened = [CanonicalStore(path, IDENTITY, sync="none") for _ in range(3)]
+    try:
+        made = [
+            store._space.reserve(10, lambda name: os.open(name, os.O_CREAT | os.O_EXCL))
+            for store in opened
+        ]
+        assert all(made) and len(os.listdir(f"{path}/tmp")) == 3
+        for fd, name in made:
+            os.close(fd)
+            opened[0]._space.abandon(name, 10)
+        for number, store in enumerate(opened):
+            assert put(store, [number]) == ["stored"]
+            os.truncate(chunk_file(path, number), 4096)
+            assert get(store, [number]) == ["damaged"]
+            assert put(store, [number]) == ["stored"]
+            os.truncate(chunk_file(path, number), 4097)
+            assert get(store, [number]) == ["damaged"]
+        assert stats(path).quarantined == 6 and stats(path).temporaries == 0
+    finally:
+        for store in opened:
+            store.close()
+
+
 # ---- ledger -----------------------------------------------------------------------------------
 
 
