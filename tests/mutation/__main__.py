@@ -1,4 +1,4 @@
-"""Mutation testing of the proof: `python -m tests.mutation [MODULE ...] [--every N] [--skip N] [--jobs N]`.
+"""Mutation testing of the proof: `python -m tests.mutation [MODULE ...] [--every N] [--jobs N]`.
 
 Makes every small wrong version of the modules that prove and pack, and runs each module's own fast
 tests against it. A mutant that no test notices is a gap in the tests, unless explained.txt says why
@@ -140,9 +140,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="*", default=list(TESTS))
     parser.add_argument("--every", type=int, default=1, help="try a random 1/N of the mutants")
-    parser.add_argument(
-        "--skip", type=int, default=0, help="go on after so many, in the same order"
-    )
+    parser.add_argument("--skip", type=int, default=0, help="go on after so many")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
