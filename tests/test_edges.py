@@ -219,3 +219,14 @@ def test_an_identity_without_whole_chunks_is_a_format_error(tokens: Any) -> None
 def test_an_identity_with_odd_spans_is_a_format_error(spans: Any) -> None:
     with pytest.raises(FormatError, match=r"spans=|not whole spans"):
         Identity("model", "revision", TABLE, 16, family="native", layouts="mla", spans=spans)
+
+
+@pytest.mark.parametrize("what", ["model", "revision", "adapter", "salt", "quantisation"])
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [(3, "is int"), (1.5, "is float"), (b"x", "is bytes"), (True, "is bool"), ("\ud800", "half")],
+)
+def test_what_names_an_identity_is_text_that_utf8_can_spell(what: str, told: Any, why: str) -> None:
+    named = {"model": "org/model", "revision": "abc", what: told}
+    with pytest.raises(FormatError, match=rf"identity.*{what}.*{why}"):
+        Identity(layers=TABLE, chunk_tokens=16, **named)

@@ -35,7 +35,7 @@ def test_a_refused_call_while_a_named_region_is_made_leaks_nothing(tmp_path):
             if os.path.lexists(path):  # close() was refused the lock under which names go
                 os.unlink(path)
 
-    assert refuse_everything_once(make, OSError) >= 10
+    assert refuse_everything_once(make, RegionError) >= 10
 
 
 def test_a_refused_call_while_a_region_is_joined_leaks_nothing(tmp_path):
@@ -79,11 +79,32 @@ def test_a_region_that_cannot_take_its_name_away_still_lets_go_of_everything(tmp
     path = str(tmp_path / "region")
     before = open_files()
     region = Region.create(SECTIONS, backing="file", path=path, populate_threads=0)
-    with refusing(0, errno.ENOLCK), pytest.raises(OSError, match="No locks"):
+    with refusing(0, errno.ENOLCK), pytest.raises(RegionError, match="No locks"):
         region.close()
     assert not region.alive and open_files() == before
     region.close()
     assert Region.sweep(path)
+
+
+@pytest.mark.parametrize("path", ["/dev/shm/a\0b", "/dev/shm/\ud800", "\0"])
+def test_a_path_that_cannot_be_is_a_region_error(path):
+    before = open_files()
+    with pytest.raises(RegionError, match="cannot make a region: "):
+        Region.create(SECTIONS, backing="file", path=path, populate_threads=0)
+    with pytest.raises(RegionError, match="cannot join a region: "):
+        Region.attach(path, timeout=0.0)
+    assert not Region.sweep(path) and open_files() == before
+
+
+def test_an_address_that_cannot_be_is_a_region_error():
+    with Region.create(SECTIONS, populate_threads=0) as region:
+        before = open_files()
+        for name in ("\ud800", "x" * 300):
+            with pytest.raises(RegionError, match=r"cannot listen at '@"):
+                region.serve(name)
+            with pytest.raises(RegionError, match=r"cannot join the region at '@"):
+                Region.attach(f"@{name}", timeout=0.0)
+        assert open_files() == before
 
 
 def test_of_two_descriptors_that_a_server_sends_none_stays_open():

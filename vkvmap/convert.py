@@ -13,8 +13,7 @@ Both directions stream: memory is bounded by the batch, whatever the number of c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from vkvmap.derive import derive_canonical_mappings
 from vkvmap.errors import StoreError
 from vkvmap.format import iterate_formats
 from vkvmap.identity import Identity
+from vkvmap.keys import keys_named
 from vkvmap.mapping import Family
 from vkvmap.paged import paged_layer, views_of
 from vkvmap.region import Region
@@ -68,7 +68,7 @@ class PageFiles:
         for stage, names in enumerate(self.configuration.stage_layers(self.identity.layers)):
             if any(self.identity.layers[name].group == group for name in names):
                 folder = self.path(stage, 0, group, b"x").parent
-                return _keys(file.stem for file in folder.glob(f"*{SUFFIX}"))
+                return keys_named(file.stem for file in folder.glob(f"*{SUFFIX}"))
         return []
 
 
@@ -280,15 +280,6 @@ class _Bench:
         for plan in self.plans.values():
             plan.close()
         self.region.close(force=True)
-
-
-def _keys(names: Iterable[str]) -> list[bytes]:
-    """The keys that `names` spell in hex, in order, without names that spell none."""
-    keys = []
-    for name in names:
-        with suppress(ValueError):
-            keys.append(bytes.fromhex(name))
-    return sorted(keys)
 
 
 def _same_identity(files: PageFiles, store: CanonicalStore) -> None:

@@ -61,6 +61,13 @@ class Identity:
     _digest: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for what in ("model", "revision", "adapter", "salt", "quantisation"):
+            told = getattr(self, what)
+            if not (isinstance(told, str) or (told is None and what == "adapter")):
+                raise FormatError(
+                    f"identity: {what}={told!r:.60} is {type(told).__name__}; spell it as text, "
+                    "so that all who mean the same write the same"
+                )
         if not self.model or not self.revision:
             raise FormatError(
                 f"identity of model {self.model!r}, revision {self.revision!r}: name both; pages "
@@ -240,7 +247,15 @@ def _check_plain(value: Any, where: str) -> None:
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
             _check_plain(inner, f"{where}[{index}]")
-    elif not (value is None or isinstance(value, (str, int))):
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise FormatError(
+                f"{where}: {value!r:.60} has half a character (a lone surrogate) at "
+                f"{error.start}; UTF-8 has no bytes for it"
+            ) from None
+    elif not (value is None or isinstance(value, int)):
         raise FormatError(
             f"{where}: {value!r} must be a string, a whole number, true, false or null; anything "
             "else has no single spelling"

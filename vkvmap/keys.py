@@ -8,7 +8,7 @@ the whole group of ranks, never a rank's local block: with context parallelism a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -69,3 +69,20 @@ def check_key(key: bytes) -> bytes:
     if not 1 <= len(key) <= MOST_KEY_BYTES:
         raise FormatError(f"key of {len(key)} bytes: 1 to {MOST_KEY_BYTES} are allowed; hash it")
     return key
+
+
+def key_named(name: str) -> bytes | None:
+    """The key that the file name `name` spells, or None: files lie beside strangers' files.
+
+    There is one spelling, lower-case hex: another one leads to another file.
+    """
+    try:
+        key = bytes.fromhex(name)
+    except ValueError:
+        return None
+    return key if key.hex() == name and 1 <= len(key) <= MOST_KEY_BYTES else None
+
+
+def keys_named(names: Iterable[str]) -> list[bytes]:
+    """The keys that `names` spell, in order, without names that spell none."""
+    return sorted(key for key in map(key_named, names) if key is not None)

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vkvmap.errors import RegionError
+from vkvmap.errors import RegionError, VkvmapError
 from vkvmap.region_backing import (
     MAGIC,
     check_capacity,
@@ -75,10 +75,12 @@ def _saying(what: str) -> Iterator[None]:
     """Say as a RegionError what the system refuses."""
     try:
         yield
-    except RegionError:
+    except VkvmapError:
         raise
     except OSError as error:
         raise RegionError(f"cannot {what}: {error.strerror or error}") from error
+    except ValueError as error:  # a path with a NUL, or of half characters
+        raise RegionError(f"cannot {what}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -348,6 +350,7 @@ class Region:
         """Undo `hold`."""
         self._holders.discard(holder)
 
+    @_saying("close a region in order")
     def close(self, *, force: bool = False) -> None:
         """Let go of the memory. It is unmapped once the last view of it is gone.
 
@@ -355,7 +358,8 @@ class Region:
             force: close although plans hold the region; they see `alive` turn False and refuse.
 
         Raises:
-            RegionError: something holds the region.
+            RegionError: something holds the region, and it stays open; or the system refused a
+                step of closing it, and everything else is done.
         """
         if self._bytes is None:
             return

@@ -184,7 +184,7 @@ def sweep(path: str) -> bool:
     """Remove `path` if it is a region file of this user that no living process holds."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # gone, a symlink, or not ours to open: nothing to sweep
+    except (OSError, ValueError):  # gone, a symlink, not ours, or no path: nothing to sweep
         return False
     try:
         status = os.fstat(fd)

@@ -28,7 +28,7 @@ class DescriptorServer:
     def __init__(self, fd: int, name: str | None = None) -> None:
         """Duplicate `fd` and listen at `name` (a random one by default).
 
-        Raises `RegionError` if the name is taken.
+        Raises `RegionError` if the name is taken, or cannot be one.
         """
         self.address = "@" + (name or f"vkvmap-{os.getpid()}-{secrets.token_hex(8)}")
         self._pid = os.getpid()
@@ -43,9 +43,10 @@ class DescriptorServer:
                 self._socket.bind("\0" + self.address[1:])
                 self._socket.listen(64)
                 self._thread.start()
-            except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
+            # RuntimeError: no more threads; ValueError: text that no name can be.
+            except (OSError, RuntimeError, ValueError) as error:
                 why = error.strerror if isinstance(error, OSError) and error.strerror else error
-                raise RegionError(f"cannot listen at {self.address}: {why}") from error
+                raise RegionError(f"cannot listen at {self.address!a}: {why}") from error
             undo.pop_all()
 
     def _serve(self) -> None:
@@ -98,8 +99,8 @@ def receive_descriptor(address: str, timeout: float) -> int:
                     ) from error
             except RegionError:
                 raise
-            except OSError as error:
-                raise RegionError(f"cannot join the region at {address}: {error}") from error
+            except (OSError, ValueError) as error:  # ValueError: text that no name can be
+                raise RegionError(f"cannot join the region at {address!a}: {error}") from error
         time.sleep(0.02)
 
 

@@ -5,11 +5,13 @@ Files appear and vanish while this looks: what has gone by the time it is asked 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from vkvmap.errors import StoreError
 from vkvmap.store_shelf import SUFFIX
 
 TEMPORARY = "tmp"
@@ -50,22 +52,48 @@ def iterate(root: str) -> Iterator[Entry]:
                         )
 
 
+def listed(root: str) -> Iterator[Entry]:
+    """As `iterate`; StoreError where a folder cannot be read."""
+    with _saying(root):
+        yield from iterate(root)
+
+
 def keys_below(base: str) -> set[str]:
-    """Keys, in hex, of the chunk files in the buckets of `base`."""
-    return {
-        item.name.removesuffix(SUFFIX)
-        for bucket in _folders(base)
-        for item in plain_files(bucket.path)
-        if item.name.endswith(SUFFIX)
-    }
+    """Keys, in hex, of the chunk files in the buckets of `base`.
+
+    Raises:
+        StoreError: a folder cannot be read.
+    """
+    with _saying(base):
+        return {
+            item.name.removesuffix(SUFFIX)
+            for bucket in _folders(base)
+            for item in plain_files(bucket.path)
+            if item.name.endswith(SUFFIX)
+        }
+
+
+@contextmanager
+def _saying(path: str) -> Iterator[None]:
+    """Say as a StoreError what the system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"cannot list what lies in {path}: {error}") from error
 
 
 def make_folder(path: str) -> None:
-    """Make the folder `path` and those above it, all for their owner only."""
+    """Make the folder `path` and those above it, all for their owner only.
+
+    Raises:
+        OSError: it cannot be made, or no folder can have this name.
+    """
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
         return
+    except ValueError as error:  # a NUL, or half a character
+        raise OSError(errno.EINVAL, f"no path: {error}") from error
     except FileNotFoundError:
         make_folder(os.path.dirname(path))
         with suppress(FileExistsError):

@@ -18,7 +18,7 @@ from vkvmap.errors import FormatError, StoreError
 from vkvmap.foreign import read_json
 from vkvmap.format import ALIGNMENT, MOST_HEADER_BYTES, describe_header, header_length
 from vkvmap.store_files import FileSystem
-from vkvmap.store_listing import QUARANTINE, TEMPORARY, Entry, iterate, plain_files
+from vkvmap.store_listing import QUARANTINE, TEMPORARY, Entry, iterate, listed, plain_files
 from vkvmap.store_space import Space
 
 #: Called with (good chunks so far, their bytes) after each file.
@@ -94,29 +94,37 @@ class Collected:
 
 
 def ls(path: str, *, identity: str = "", folder: str | None = None) -> Iterator[Entry]:
-    """Chunks of identities whose name starts with `identity` (of `folder` only, if given)."""
+    """Chunks of identities whose name starts with `identity` (of `folder` only, if given).
+
+    Raises:
+        StoreError: no store, or a folder in it cannot be read.
+    """
     _require_store(path)
-    for entry in iterate(path):
+    for entry in listed(path):
         if entry.identity.startswith(identity) and folder in (None, entry.folder):
             yield entry
 
 
 def stats(path: str) -> StoreStats:
-    """Count what is there."""
+    """Count what is there.
+
+    Raises:
+        StoreError: no store, or a folder in it cannot be read.
+    """
     _require_store(path)
     found = StoreStats()
-    for name in os.listdir(path):
-        if len(name) == 64:
-            found.models[name] = _model(path, name)
-    for entry in iterate(path):
-        group = found.groups.setdefault((entry.identity, entry.folder), GroupStats())
-        group.chunks += 1
-        group.nbytes += entry.nbytes
-        found.chunks += 1
-        found.nbytes += entry.nbytes
-    found.temporaries = len(plain_files(f"{path}/{TEMPORARY}"))
-    found.quarantined = len(plain_files(f"{path}/{QUARANTINE}"))
     with _opened(path) as space:
+        for name in os.listdir(path):
+            if len(name) == 64:
+                found.models[name] = _model(path, name)
+        for entry in iterate(path):
+            group = found.groups.setdefault((entry.identity, entry.folder), GroupStats())
+            group.chunks += 1
+            group.nbytes += entry.nbytes
+            found.chunks += 1
+            found.nbytes += entry.nbytes
+        found.temporaries = len(plain_files(f"{path}/{TEMPORARY}"))
+        found.quarantined = len(plain_files(f"{path}/{QUARANTINE}"))
         found.used = space.used
     return found
 

@@ -123,6 +123,41 @@ def test_a_file_that_goes_while_it_is_read_is_skipped(tmp_path, monkeypatch):
     assert moved.chunks == 39 and "No such file" in moved.skipped[KEYS[3].hex()]
 
 
+@pytest.mark.parametrize("name", ["stranger", "ab" * 65, KEYS[0].hex().upper()])
+def test_a_strangers_file_is_skipped_and_the_others_are_imported(tmp_path, name):
+    files = written_by_the_engine(tmp_path / "a")
+    files.path(KEYS[0]).with_name(f"{name}.bin").write_bytes(bytes(files.row_bytes))
+    with CanonicalStore(tmp_path / "store", IDENTITY, sync="none") as store:
+        moved = import_files(files, store)
+        assert store.keys("0") == sorted(KEYS)
+    assert moved.chunks == 40 and list(moved.skipped) == [name]
+    assert "no key" in moved.skipped[name]
+
+
+def test_a_namespace_is_read_although_a_file_goes_while_it_is_listed(tmp_path, monkeypatch):
+    files = written_by_the_engine(tmp_path)
+    listed = list(files.files())
+    files.path(KEYS[3]).unlink()
+    monkeypatch.setattr(VllmFiles, "files", lambda self: iter(listed))
+    assert VllmFiles.open(files.base) == files
+
+
+def test_files_that_cannot_be_listed_or_looked_at_are_a_store_error(tmp_path, monkeypatch):
+    files = written_by_the_engine(tmp_path / "a")
+
+    def refuse(self, *args, **options):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", refuse)
+        with pytest.raises(StoreError, match="Input/output error"):
+            VllmFiles.open(files.base)
+    with CanonicalStore(tmp_path / "store", IDENTITY, sync="none") as store:
+        monkeypatch.setattr(Path, "glob", refuse)
+        with pytest.raises(StoreError, match="Input/output error"):
+            import_files(files, store)
+
+
 def test_an_export_that_cannot_be_written_leaves_whole_files_alone(tmp_path, monkeypatch):
     files = written_by_the_engine(tmp_path / "a")
     out = replace(files, root=tmp_path / "b")

@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ import numpy.typing as npt
 from vkvmap.errors import FormatError, StoreError
 from vkvmap.foreign import read_json
 from vkvmap.identity import Identity
+from vkvmap.keys import key_named
 from vkvmap.store import CanonicalStore
 from vkvmap.store_exchange import write_whole
 
@@ -78,6 +80,7 @@ class VllmFiles:
 
         Raises:
             FormatError: not such a namespace, not a canonical format, or several groups.
+            StoreError: its files cannot be looked at.
         """
         try:
             said = read_json((base / "config.json").read_bytes())
@@ -107,7 +110,11 @@ class VllmFiles:
             )
         if made.base != base:
             raise FormatError(f"{base}: its config.json belongs to {made.base.name}")
-        sizes = {path.stat().st_size for path in made.files()}
+        sizes = set()
+        for path in made.files():
+            # An engine may just have dropped it.
+            with _looking_at(path), suppress(FileNotFoundError):
+                sizes.add(path.stat().st_size)
         if len(sizes) > 1:
             raise FormatError(f"{base}: files of {sorted(sizes)} bytes; one length is expected")
         return cls(**{**vars(made), "row_bytes": sizes.pop() if sizes else 0})
@@ -148,8 +155,15 @@ class VllmFiles:
         return Path(f"{self.base}_r0") / name[:3] / f"{name[3:5]}_g0" / f"{name}.bin"
 
     def files(self) -> Iterator[Path]:
-        """Every chunk file, in order of name."""
-        yield from sorted(Path(f"{self.base}_r0").glob("*/*_g0/*.bin"))
+        """Every file that may be a chunk, in order of name.
+
+        Raises:
+            StoreError: they cannot be listed.
+        """
+        folder = Path(f"{self.base}_r0")
+        with _looking_at(folder):
+            found = sorted(folder.glob("*/*_g0/*.bin"))
+        yield from found
 
     def check(self, identity: Identity) -> str:
         """The group of `identity` that these files are chunks of.
@@ -190,7 +204,7 @@ def import_files(
 
     Raises:
         FormatError: the identity describes something else.
-        StoreError: the store is full.
+        StoreError: the store is full, or the files cannot be listed.
     """
     group = files.check(store.identity)
     payload = store.identity.chunks[group].payload_bytes
@@ -198,6 +212,10 @@ def import_files(
     for start in range(0, len(paths), _BATCH):
         keys, rows = [], []
         for path in paths[start : start + _BATCH]:
+            key = key_named(path.stem)
+            if key is None:
+                moved.skipped[path.stem] = "its name is no key; it is somebody else's"
+                continue
             try:
                 row = np.fromfile(path, np.uint8)
             except OSError as error:  # such as one that an engine has just dropped
@@ -206,7 +224,7 @@ def import_files(
             if row.size != files.row_bytes:
                 moved.skipped[path.stem] = f"{row.size} of {files.row_bytes} bytes"
                 continue
-            keys.append(bytes.fromhex(path.stem))
+            keys.append(key)
             rows.append(row[:payload])
         job = store.put(keys, group, rows)
         job.wait()
@@ -252,6 +270,15 @@ def export_files(
         if progress is not None:
             progress(start + len(batch), len(keys))
     return moved
+
+
+@contextmanager
+def _looking_at(path: Path) -> Iterator[None]:
+    """Say as a StoreError what the system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"cannot look at {path}: {error}") from error
 
 
 def _write(path: Path, content: bytes | memoryview) -> None:
