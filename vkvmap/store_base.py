@@ -273,7 +273,7 @@ class ChunkStore:
         """Store the chunk if its row is complete, and stays the same while it is read."""
         ledger, extra = shelf.ledger, shelf.witness
         if row is None:
-            return self._put_pieces(filled, key, payload, lambda: True, ())
+            return self._put_pieces(shelf, filled, key, payload, lambda: True, ())
         generation = 0 if ledger is None else ledger.generation(row)
         if ledger is not None and not ledger.complete([row])[0]:
             return Result("incomplete", f"writers {ledger.waiting_for(row)} have not reported")
@@ -282,23 +282,31 @@ class ChunkStore:
             return ledger is None or ledger.generation(row) == generation
 
         witnesses = extra(row) if extra is not None else ()
-        return self._put_pieces(filled, key, payload, unchanged, witnesses)
+        return self._put_pieces(shelf, filled, key, payload, unchanged, witnesses)
 
     def _put_pieces(
         self,
+        shelf: Shelf,
         filled: Sequence[Shelf],
         key: bytes,
         payload: Bytes,
         unchanged: Callable[[], bool],
         witnesses: Sequence[Witness],
     ) -> Result:
-        total = Result("present")
+        total, backend = Result("present"), self._backend
+        if shelf.parts:
+            counts = {piece.base: len(piece.own(witnesses)) for piece in filled}
+            if not backend.fits([(piece, counts.get(piece.base)) for piece in shelf.parts], key):
+                return Result("full", "its parts do not fit the capacity together")
         for piece in filled:
             mine = piece.own(witnesses)
-            result = self._backend.put(piece, key, piece.of(payload), unchanged, mine)
+            result = backend.put(piece, key, piece.of(payload), unchanged, mine, shelf.parts)
             total = total.and_then(result)
             if not total.good:
-                break  # what is stored already costs room, but nothing else
+                return total  # what is stored already costs room, but nothing else
+        if len(filled) > 1 and not backend.whole(filled, key):
+            reason = "a part was removed to make room before the last one was stored"
+            return replace(total, outcome="full", reason=reason)
         return total
 
     def _get_pieces(

@@ -44,6 +44,7 @@ class Directory:
         payload: Bytes,
         unchanged: Callable[[], bool],
         witnesses: Sequence[Witness] = (),
+        beside: Sequence[Shelf] = (),
     ) -> Result:
         """Store the chunk in `payload`, unless it is there; see `Backend`."""
         if os.access(shelf.path(key), os.F_OK):
@@ -52,10 +53,14 @@ class Directory:
             shelf.known.add(key)
             return Result("present")
         header = shelf.chunk.header(key, payload, witnesses)
-        nbytes = len(header) + shelf.chunk.padded_payload_bytes
+        nbytes = shelf.file_bytes(len(witnesses))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
-            made = self._space.reserve(nbytes, lambda path: self._chunks.open(path, flags, payload))
+            made = self._space.reserve(
+                nbytes,
+                lambda path: self._chunks.open(path, flags, payload),
+                lambda: [piece.path(key) for piece in beside],
+            )
         except OSError as error:
             return _not_stored(error)
         if made is None:
@@ -76,6 +81,19 @@ class Directory:
             raise
         finally:
             close_quietly(self._files, fd)
+
+    def fits(self, pieces: Sequence[tuple[Shelf, int | None]], key: bytes) -> bool:
+        """Whether the parts of one chunk have room together; see `Backend`."""
+        capacity = self._space.capacity
+        if capacity is None:
+            return True
+        there = missing = 0
+        for piece, witnesses in pieces:
+            try:
+                there += os.stat(piece.path(key)).st_size
+            except OSError:
+                missing += 0 if witnesses is None else piece.file_bytes(witnesses)
+        return not missing or there + missing <= capacity
 
     def _abandon(self, temporary: str, nbytes: int) -> None:
         """Remove the temporary, or leave it: without its writer the next count removes it."""
@@ -151,6 +169,10 @@ class Directory:
         """Which keys are there; see `Backend`."""
         found = self._finder(shelf)
         return [found(key) for key in keys]
+
+    def whole(self, pieces: Sequence[Shelf], key: bytes) -> bool:
+        """Whether all these parts of the chunk are there."""
+        return all(self._finder(piece)(key) for piece in pieces)
 
     def prefix(self, shelf: Shelf, keys: Sequence[bytes]) -> int:
         """How many keys, from the first, are there without a gap."""

@@ -72,6 +72,10 @@ class Shelf:
         name = key.hex()
         return f"{self.base}/{name[:2]}/{name}{SUFFIX}"
 
+    def file_bytes(self, witnesses: int) -> int:
+        """How long a chunk file is that carries so many end-to-end digests."""
+        return self.chunk.header_bytes_with(witnesses) + self.chunk.padded_payload_bytes
+
     def of(self, row: Bytes) -> Bytes:
         """The bytes of `row` that go here."""
         return row[self.start : self.start + self.chunk.payload_bytes]
@@ -220,12 +224,24 @@ class Backend(Protocol):
         payload: Bytes,
         unchanged: Callable[[], bool],
         witnesses: Sequence[Witness],
+        beside: Sequence[Shelf] = (),
     ) -> Result:
         """Store the chunk; do not let it appear unless `unchanged()` after its bytes were read.
+
+        What it may remove to make room is never the same key's on the shelves `beside`.
 
         Where bytes are read twice, for digests and for the copy: after the digests were taken, then
         a copy of anything else is damaged; and again after the copy, to take it back.
         """
+
+    def fits(self, pieces: Sequence[tuple[Shelf, int | None]], key: bytes) -> bool:
+        """Whether the parts of the chunk that are missing have room beside those that are there.
+
+        Each with the count of its end-to-end digests; None: one that is not going to be stored.
+        """
+
+    def whole(self, pieces: Sequence[Shelf], key: bytes) -> bool:
+        """Whether all these parts of the chunk are there."""
 
     def get(
         self, shelf: Shelf, key: bytes, payload: Bytes, layers: frozenset[str] | None

@@ -23,7 +23,7 @@ import secrets
 import stat
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from vkvmap.errors import StoreError
@@ -165,10 +165,18 @@ class Space:
 
     # ---- writing ------------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int, make: Callable[[str], int]) -> tuple[int, str] | None:
+    def reserve(
+        self,
+        nbytes: int,
+        make: Callable[[str], int],
+        keep: Callable[[], Collection[str]] = tuple,
+    ) -> tuple[int, str] | None:
         """Room for a chunk of `nbytes`, and a locked temporary to write it to.
 
-        `make` creates the file at the path that it is given and returns its descriptor.
+        Args:
+            nbytes: how long it will be.
+            make: creates the file at the path that it is given and returns its descriptor.
+            keep: paths of chunks that must not go for it; asked only where some must go.
 
         Returns:
             ``(descriptor, path)``, or None where the capacity cannot hold it even after eviction.
@@ -178,7 +186,7 @@ class Space:
         """
         with self.locked():
             if self.capacity is not None and self.used + nbytes > self.capacity:
-                self._evict(nbytes)
+                self._evict(nbytes, frozenset(keep()))
                 if self.used + nbytes > self.capacity:
                     return None
             path = f"{self.root}/{TEMPORARY}/{self._new_name()}-{nbytes}.tmp"
@@ -296,12 +304,16 @@ class Space:
                     self._remove(item.path, item.stat().st_size)
         return True
 
-    def _evict(self, nbytes: int) -> None:
-        """Make room for `nbytes`, and a twentieth more so that the next scan is not soon."""
+    def _evict(self, nbytes: int, keep: Collection[str]) -> None:
+        """Make room for `nbytes`, and a twentieth more so that the next scan is not soon.
+
+        Nothing goes where that would not do, because of what is in `keep`.
+        """
         capacity = self.capacity or 0
         entries, used = self._count()
         struct.pack_into("<Q", self._words, _USED_AT, used)
-        if used + nbytes <= capacity or nbytes > capacity:
+        kept = sum(entry.nbytes for entry in entries if entry.path in keep)
+        if used + nbytes <= capacity or kept + nbytes > capacity:
             return
         self._next_epoch()
         goal = capacity - nbytes - min(capacity // 20, capacity - nbytes)
@@ -310,7 +322,7 @@ class Space:
             if self.used > goal:
                 with suppress(OSError):
                     self._remove(item.path, item.stat().st_size)
-        for entry in self.policy(entries):
+        for entry in self.policy([entry for entry in entries if entry.path not in keep]):
             if self.used <= goal:
                 break
             with suppress(OSError):

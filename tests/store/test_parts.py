@@ -15,7 +15,7 @@ from vkvmap.ledger import Ledger
 from vkvmap.region import Region, Section
 from vkvmap.spec import LayerSpec, LayerTable
 from vkvmap.store import CanonicalStore
-from vkvmap.store_upkeep import fsck, gc
+from vkvmap.store_upkeep import fsck, gc, ls
 
 IDENTITY = small_identity()
 FULL = payload_bytes(IDENTITY, "full")
@@ -155,6 +155,74 @@ def test_a_row_that_gets_new_content_between_two_parts_is_not_published_whole(pa
             job = store.put(KEYS[:1], "full", [0])
             assert job.wait(30) and job.outcomes == ["incomplete"]
             assert not store.lookup(KEYS[:1], "full").any()
+
+
+def part_bytes(path: str) -> int:
+    """How long the file of one part of the tests' chunks is."""
+    sizes = {entry.nbytes for entry in ls(path)}
+    assert len(sizes) == 1
+    return sizes.pop()
+
+
+def test_a_chunk_whose_parts_do_not_fit_together_is_full_and_evicts_nothing(path):
+    with opened(path) as store:
+        put(store, KEYS[:1], ["a"])
+        put(store, KEYS[1:2], ["b"])
+        size = part_bytes(path)
+    with opened(path, capacity=2 * size - 1) as store:
+        for _ in range(3):
+            # Of the first one part is there, of the second the other, of the third none.
+            assert put(store, KEYS[:3]) == ["full"] * 3
+            assert not store.lookup(KEYS, "full").any()
+        assert store.snapshot()["evicted"] == 0
+        assert got(store, KEYS[0], ["a"])[0] == got(store, KEYS[1], ["b"])[0] == "hit"
+        # What only one stage puts counts beside what the other has put.
+        assert put(store, KEYS[:1], ["b"]) == ["full"]
+        assert put(store, KEYS[:1], ["a"]) == ["present"]
+    with opened(path, capacity=2 * size) as store:
+        assert put(store, KEYS[:1]) == ["stored"] and got(store, KEYS[0])[0] == "hit"
+        assert store.lookup(KEYS[:1], "full").all()
+    with opened(path, capacity=2 * size - 1) as store:
+        assert put(store, KEYS[:1]) == ["present"]
+
+
+def test_a_part_is_not_evicted_to_make_room_for_another_of_its_chunk(path):
+    def newest_first(entries):
+        return sorted(entries, key=lambda entry: -entry.used_at)
+
+    with opened(path) as store:
+        put(store, KEYS[:1])
+        size = part_bytes(path)
+    for layers in (None, ["a"], ["b"]):
+        with opened(path, capacity=3 * size, policy=newest_first, threads=1) as store:
+            store.delete(KEYS, "full")
+            for index, key in enumerate(KEYS):
+                if layers is not None:
+                    others = {"a": ["b"], "b": ["a"]}[layers[0]]
+                    assert put(store, [key], others) == ["stored"]
+                assert put(store, [key], layers) == ["stored"]
+                assert store.lookup([key], "full").all(), index
+                assert got(store, key)[0] == "hit"
+            assert store.snapshot()["evicted"] >= 2 * len(KEYS) - 3
+
+
+def test_a_chunk_that_lost_a_part_meanwhile_is_not_called_stored(path):
+    with opened(path) as store, opened(path) as other:
+        first, second = store._shelves["full"].parts
+        real = store._backend.put
+
+        def put_then_lose(shelf, *arguments):
+            result = real(shelf, *arguments)
+            if shelf is second:
+                assert other._space.remove(first.path(KEYS[0]))
+            return result
+
+        store._backend.put = put_then_lose
+        job = store.put(KEYS[:1], "full", [content_of(KEYS[0], FULL)])
+        assert job.wait(30) and job.outcomes == ["full"]
+        assert "a part was removed" in job.reasons[0]
+        store._backend.put = real
+        assert put(store, KEYS[:1]) == ["stored"] and got(store, KEYS[0])[0] == "hit"
 
 
 @pytest.mark.parametrize(

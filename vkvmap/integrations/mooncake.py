@@ -163,6 +163,7 @@ class _Cluster:
         payload: Bytes,
         unchanged: Callable[[], bool],
         witnesses: Sequence[Witness] = (),
+        beside: Sequence[Shelf] = (),
     ) -> Result:
         """Store the chunk in `payload`, unless it is there."""
         name = shelf.path(key)
@@ -187,6 +188,15 @@ class _Cluster:
             self._client.remove(name, True)
             return _changed()
         return Result("stored", written=sum(buffers.sizes))
+
+    def fits(self, pieces: Sequence[tuple[Shelf, int | None]], key: bytes) -> bool:
+        """Yes: the cluster alone knows, and says so when it is asked to store."""
+        return True
+
+    def whole(self, pieces: Sequence[Shelf], key: bytes) -> bool:
+        """Whether all these parts of the chunk are there, in one request."""
+        names = [piece.path(key) for piece in pieces]
+        return all(code == 1 for code in self._client.batch_is_exist(names))
 
     def get(
         self, shelf: Shelf, key: bytes, payload: Bytes, layers: frozenset[str] | None = None
