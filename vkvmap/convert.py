@@ -30,8 +30,8 @@ from vkvmap.mapping import Family
 from vkvmap.paged import paged_layer, views_of
 from vkvmap.region import Region
 from vkvmap.sections import sections_for
-from vkvmap.store import CanonicalStore
-from vkvmap.store_exchange import write_whole
+from vkvmap.store import CanonicalStore, StoreJob
+from vkvmap.store_exchange import not_moved, write_whole
 from vkvmap.transfer_plan import TransferPlan
 
 Bytes = npt.NDArray[np.uint8]
@@ -118,7 +118,7 @@ def to_canonical(
                 job.wait()
                 if "full" in job.outcomes:
                     raise StoreError(f"the store is full: {job.reasons}")
-                _note(done, group, good, job.good.tolist(), job.reasons, bench.chunk_bytes)
+                _note(done, group, good, job, bench.chunk_bytes)
                 if progress is not None:
                     progress(done.chunks + len(done.skipped), total)
     return done
@@ -167,7 +167,7 @@ def from_canonical(
                 for index, key in enumerate(batch):
                     if good[index]:
                         bench.write(key, index)
-                _note(done, group, batch, good, job.reasons, bench.chunk_bytes)
+                _note(done, group, batch, job, bench.chunk_bytes)
                 if progress is not None:
                     progress(done.chunks + len(done.skipped), total)
     return done
@@ -288,17 +288,9 @@ def _same_identity(files: PageFiles, store: CanonicalStore) -> None:
         raise StoreError(f"the page files are not of this store's identity: {reason}")
 
 
-def _note(
-    done: Converted,
-    group: str,
-    keys: Sequence[bytes],
-    good: Sequence[bool],
-    reasons: dict[int, str],
-    chunk_bytes: int,
-) -> None:
-    for index, key in enumerate(keys):
-        if good[index]:
-            done.chunks += 1
-            done.nbytes += chunk_bytes
-        else:
-            done.skipped[f"{group} {key.hex()}"] = reasons.get(index, "it is not in the store")
+def _note(done: Converted, group: str, keys: Sequence[bytes], job: StoreJob, nbytes: int) -> None:
+    """Count the chunks of `nbytes` that `job` moved; say of the others why not."""
+    left = not_moved(keys, job)
+    done.skipped |= {f"{group} {key.hex()}": reason for key, reason in left}
+    done.chunks += len(keys) - len(left)
+    done.nbytes += (len(keys) - len(left)) * nbytes

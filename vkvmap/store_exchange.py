@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from vkvmap.store_job import StoreJob
 
 
 def write_whole(path: Path, pieces: Iterable[Any]) -> None:
@@ -35,3 +37,12 @@ def write_whole(path: Path, pieces: Iterable[Any]) -> None:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
+
+
+def not_moved(keys: Sequence[bytes], job: StoreJob) -> list[tuple[bytes, str]]:
+    """The keys of a job that is done whose chunks it did not move, each with the reason."""
+    return [
+        (key, job.reasons.get(index, "it is not in the store"))
+        for index, (key, good) in enumerate(zip(keys, job.good.tolist(), strict=True))
+        if not good
+    ]

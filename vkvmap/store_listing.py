@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from vkvmap.errors import StoreError
+from vkvmap.keys import key_named
 from vkvmap.store_shelf import SUFFIX
 
 TEMPORARY = "tmp"
@@ -59,17 +60,21 @@ def listed(root: str) -> Iterator[Entry]:
 
 
 def keys_below(base: str) -> set[str]:
-    """Keys, in hex, of the chunk files in the buckets of `base`.
+    """Keys, in hex, of the chunk files in the buckets of `base`, each in its place.
+
+    A name that is no key, or is one in another spelling or bucket, is nothing that loads find.
 
     Raises:
         StoreError: a folder cannot be read.
     """
     with _saying(base):
         return {
-            item.name.removesuffix(SUFFIX)
+            name
             for bucket in _folders(base)
             for item in plain_files(bucket.path)
             if item.name.endswith(SUFFIX)
+            and (name := item.name.removesuffix(SUFFIX))[:2] == bucket.name
+            and key_named(name) is not None
         }
 
 

@@ -150,6 +150,8 @@ def test_a_file_that_no_key_names_is_left_alone(tmp_path):
     stray = files.path(0, 0, "full", b"x").with_name("notes.pages")
     stray.parent.mkdir(parents=True)
     stray.write_text("not pages")
+    for name in ("AB", "ab cd", "ab" * 65):  # no key is spelled like this
+        stray.with_name(f"{name}.pages").write_text("not pages")
     with CanonicalStore(tmp_path / "store", IDENTITY) as store:
         assert files.keys("full") == []
         assert to_canonical(files, store).chunks == 0

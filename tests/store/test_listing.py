@@ -76,3 +76,20 @@ def test_a_name_in_another_spelling_is_no_key(name: str) -> None:
 
 def test_keys_are_named_in_lower_case_hex_and_come_in_order() -> None:
     assert keys_named(["ff", "AB", "notes", "00" * 64, "ab"]) == [bytes(64), b"\xab", b"\xff"]
+
+
+def test_a_strangers_file_in_a_bucket_is_nobodys_key(tmp_path: Path) -> None:
+    """Another spelling of a key is another name: nothing that a load would open."""
+    with filled(tmp_path) as store:
+        there = Path(store._shelves["full"].path(KEYS[0]))
+        buckets = there.parents[1]
+        for place in (
+            there.with_name(f"{there.stem.upper()}.chunk"),
+            there.with_name("notes.chunk"),
+            buckets / "zz" / f"{key_of(9).hex()}.chunk",
+            buckets / key_of(8).hex()[:1] / f"{key_of(8).hex()}.chunk",
+            buckets / KEYS[1].hex()[2:4] / there.name,
+        ):
+            place.parent.mkdir(exist_ok=True)
+            place.write_bytes(b"")
+        assert store.keys("full") == sorted(KEYS)

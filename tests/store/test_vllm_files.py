@@ -79,7 +79,9 @@ def test_engine_files_become_chunks_and_chunks_become_engine_files(tmp_path):
         for key, row in zip(KEYS, rows, strict=True):
             assert np.array_equal(row, content_of(key, PAYLOAD))
         out = replace(files, root=tmp_path / "b")
-        assert export_files(store, out, keys=[*KEYS[:20], key_of(99)]).chunks == 20
+        moved = export_files(store, out, keys=[*KEYS[:20], key_of(99)])
+        assert moved.chunks == 20
+        assert moved.skipped == {key_of(99).hex(): "it is not in the store"}
     assert VllmFiles.open(out.base) == out
     for key in KEYS[:20]:
         raw = out.path(key).read_bytes()

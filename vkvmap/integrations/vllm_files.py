@@ -33,8 +33,8 @@ from vkvmap.errors import FormatError, StoreError
 from vkvmap.foreign import read_json
 from vkvmap.identity import Identity
 from vkvmap.keys import key_named
-from vkvmap.store import CanonicalStore
-from vkvmap.store_exchange import write_whole
+from vkvmap.store import CanonicalStore, StoreJob
+from vkvmap.store_exchange import not_moved, write_whole
 
 __all__ = ["Moved", "VllmFiles", "export_files", "import_files"]
 
@@ -230,7 +230,7 @@ def import_files(
         job.wait()
         if "full" in job.outcomes:
             raise StoreError(f"the store is full: {job.reasons}")
-        _note(moved, keys, job.good.tolist(), job.reasons)
+        _note(moved, keys, job)
         if progress is not None:
             progress(min(start + _BATCH, len(paths)), len(paths))
     return moved
@@ -266,7 +266,7 @@ def export_files(
         for row, key, good in zip(rows, batch, job.good.tolist(), strict=False):
             if good:
                 _write(files.path(key), row.data)
-        _note(moved, batch, job.good.tolist(), job.reasons)
+        _note(moved, batch, job)
         if progress is not None:
             progress(start + len(batch), len(keys))
     return moved
@@ -291,11 +291,8 @@ def _write(path: Path, content: bytes | memoryview) -> None:
         raise StoreError(f"{path} cannot be written: {error}; make room, or export less") from error
 
 
-def _note(
-    moved: Moved, keys: Sequence[bytes], good: Sequence[bool], reasons: dict[int, str]
-) -> None:
-    for index, key in enumerate(keys):
-        if good[index]:
-            moved.chunks += 1
-        else:
-            moved.skipped[key.hex()] = reasons.get(index, "it is not in the store")
+def _note(moved: Moved, keys: Sequence[bytes], job: StoreJob) -> None:
+    """Count the chunks that `job` moved; say of the others why not."""
+    left = not_moved(keys, job)
+    moved.skipped |= {key.hex(): reason for key, reason in left}
+    moved.chunks += len(keys) - len(left)
