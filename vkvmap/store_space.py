@@ -322,12 +322,23 @@ class Space:
             if self.used > goal:
                 with suppress(OSError):
                     self._remove(item.path, item.stat().st_size)
-        for entry in self.policy([entry for entry in entries if entry.path not in keep]):
-            if self.used <= goal:
-                break
-            with suppress(OSError):
-                self.evicted += self._remove(entry.path, entry.nbytes)
-        self._next_epoch()
+        try:
+            for entry in self._in_order([entry for entry in entries if entry.path not in keep]):
+                if self.used <= goal:
+                    break
+                with suppress(OSError):
+                    self.evicted += self._remove(entry.path, entry.nbytes)
+        finally:  # some may be gone although the policy gave up
+            self._next_epoch()
+
+    def _in_order(self, entries: Sequence[Entry]) -> Iterator[Entry]:
+        """The entries as the policy orders them, and its name to what it raises."""
+        try:
+            yield from self.policy(entries)
+        except Exception as error:
+            raise StoreError(
+                f"the eviction policy raised {error!r}; mend it, or leave policy= out"
+            ) from error
 
     def _count(self) -> tuple[list[Entry], int]:
         """All chunks, and the bytes that they, living temporaries and quarantine take.

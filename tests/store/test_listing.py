@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tests.store.small import content_of, key_of, payload_bytes, small_identity
 from vkvmap.errors import StoreError
 from vkvmap.keys import key_named, keys_named
 from vkvmap.store import CanonicalStore
+from vkvmap.store_listing import Entry
 from vkvmap.store_upkeep import ls, stats
 
 IDENTITY = small_identity()
@@ -58,6 +59,25 @@ def test_a_folder_that_cannot_be_read_is_a_store_error(
         monkeypatch.setattr(os, "scandir", scandir)
         with pytest.raises(StoreError, match="Permission denied"):
             ask(store)
+
+
+@pytest.mark.parametrize("removes", [0, 1])
+def test_a_policy_that_raises_is_named_in_the_reason_and_looks_are_taken_anew(
+    tmp_path: Path, removes: int
+) -> None:
+    def gives_up(entries: Sequence[Entry]) -> Iterator[Entry]:
+        yield from sorted(entries, key=lambda entry: entry.key)[:removes]
+        raise KeyError("no order")
+
+    with filled(tmp_path) as store:
+        size = store.snapshot()["used_bytes"] // len(KEYS)
+    with CanonicalStore(tmp_path, IDENTITY, capacity=5 * size, policy=gives_up) as store:
+        before = store._space.epoch
+        job = store.put([key_of(9)], "full", [content_of(key_of(9), NBYTES)])
+        assert job.wait(30) and job.outcomes == ["failed"]
+        assert "the eviction policy raised KeyError('no order')" in job.reasons[0]
+        assert store._space.epoch == before + 2  # one before any file goes, one after
+        assert store.lookup(sorted(KEYS), "full").tolist() == [n >= removes for n in range(5)]
 
 
 @pytest.mark.parametrize("path", ["a\0b", "a/\0", "\0"])
