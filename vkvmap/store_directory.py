@@ -47,10 +47,11 @@ class Directory:
         beside: Sequence[Shelf] = (),
     ) -> Result:
         """Store the chunk in `payload`, unless it is there; see `Backend`."""
+        epoch = self._space.epoch
         if os.access(shelf.path(key), os.F_OK):
             if key in shelf.stuck:
                 return Result("failed", "a damaged file has its name and cannot be moved away")
-            shelf.known.add(key)
+            shelf.known[key] = epoch
             return Result("present")
         header = shelf.chunk.header(key, payload, witnesses)
         nbytes = shelf.file_bytes(len(witnesses))
@@ -101,9 +102,9 @@ class Directory:
             self._space.abandon(temporary, nbytes)
 
     def _publish(self, shelf: Shelf, key: bytes, temporary: str, nbytes: int) -> Result:
-        target = shelf.path(key)
+        target, epoch = shelf.path(key), self._space.epoch
         fresh = self._space.publish(temporary, target, nbytes)
-        shelf.known.add(key)
+        shelf.known[key] = epoch
         if not fresh:
             return Result("present")
         if self._sync == "full":
@@ -123,7 +124,7 @@ class Directory:
             else:
                 fd = self._files.open(path, os.O_RDONLY)
         except FileNotFoundError:
-            shelf.known.discard(key)
+            shelf.known.pop(key, None)
             return Result("miss")
         except OSError as error:
             return Result("failed", str(error))
@@ -135,7 +136,7 @@ class Directory:
         except FormatError as error:
             # Under this name nothing but this chunk belongs, so what is foreign is damaged here.
             shelf.clear(payload, layers)
-            shelf.known.discard(key)
+            shelf.known.pop(key, None)
             return Result("damaged", f"{error}{self._out_of_the_way(shelf, key, fd)}")
         except OSError as error:
             # The file may be good: only this reading of it was not.
@@ -186,16 +187,18 @@ class Directory:
         epoch = self._space.epoch
         known, stuck, base, access = shelf.known, shelf.stuck, shelf.base, os.access
         if epoch != shelf.looked_at[0]:
-            # A chunk has disappeared since: what was known to be there may not be.
+            # A chunk has disappeared since: what was known to be there says nothing any more.
             known.clear()
             shelf.looked_at[0] = epoch
 
         def found(key: bytes) -> bool:
-            if key in known:
+            if key in stuck:
+                return False
+            if known.get(key) == epoch:
                 return True
             name = key.hex()
-            if key not in stuck and access(f"{base}/{name[:2]}/{name}{SUFFIX}", os.F_OK):
-                known.add(key)
+            if access(f"{base}/{name[:2]}/{name}{SUFFIX}", os.F_OK):
+                known[key] = epoch  # from before the look: whatever goes after it ends this
                 return True
             return False
 

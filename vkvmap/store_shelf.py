@@ -40,9 +40,10 @@ class Shelf:
         first, count: position in the group of the first layer that goes here, and how many do; of
             parts only.
         parts: the shelves that rows are divided over; none: rows go here whole.
-        known: keys that were there at the last look.
+        known: key -> the state of the backend before it was seen to be there; it may have gone if
+            that is not the present state any more.
         stuck: keys whose damaged file could not be moved away.
-        looked_at: one number, the state of the backend that `known` belongs to.
+        looked_at: one number, the state of the backend at the last look.
     """
 
     chunk: ChunkFormat
@@ -53,7 +54,7 @@ class Shelf:
     first: int = 0
     count: int = 0
     parts: tuple[Shelf, ...] = ()
-    known: set[bytes] = field(default_factory=set)
+    known: dict[bytes, int] = field(default_factory=dict)
     stuck: set[bytes] = field(default_factory=set)
     looked_at: list[int] = field(default_factory=lambda: [0])
 

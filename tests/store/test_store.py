@@ -315,6 +315,44 @@ def test_lookup_notices_what_another_process_removed(path):
         assert store.delete(keys[1:2], "full") == 0
 
 
+@pytest.mark.parametrize("how", ["lookup", "put", "publish"])
+def test_lookup_does_not_promise_for_ever_what_went_while_it_was_seen(path, how, monkeypatch):
+    """Another process removes the chunk the moment after it was seen, or has appeared."""
+    keys = [key_of(1), key_of(2)]
+    with CanonicalStore(path, IDENTITY) as store, CanonicalStore(path, IDENTITY) as other:
+        place, space = store._shelves["full"].path(keys[0]), store._space
+        if how == "publish":
+            publish = space.publish
+
+            def publish_then_lose(source, target, nbytes):
+                fresh = publish(source, target, nbytes)
+                assert other._space.remove(target)
+                store.lookup(keys, "full")  # as another thread does
+                return fresh
+
+            monkeypatch.setattr(space, "publish", publish_then_lose)
+            assert put(store, [1]) == ["stored"]
+        else:
+            assert put(other, [1]) == ["stored"]
+            access = os.access
+
+            def see_then_lose(name, mode):
+                there = access(name, mode)
+                if name == place and there:
+                    assert other._space.remove(place)
+                    store.lookup(keys[1:], "full")
+                return there
+
+            monkeypatch.setattr("vkvmap.store_directory.os.access", see_then_lose)
+            if how == "put":
+                assert put(store, [1]) == ["present"]
+            else:
+                assert store.lookup(keys, "full").tolist() == [True, False]
+        monkeypatch.undo()
+        assert not store.lookup(keys, "full").any() and store.prefix(keys, "full") == 0
+        assert put(store, [1]) == ["stored"] and store.lookup(keys, "full")[0]
+
+
 # ---- capacity ---------------------------------------------------------------------------------
 
 
