@@ -15,6 +15,7 @@ from contextlib import suppress
 from vkvmap.errors import StoreError
 from vkvmap.format import ChunkFormat
 from vkvmap.identity import Identity
+from vkvmap.keys import keys_named
 from vkvmap.ledger import Ledger
 from vkvmap.region import Region
 from vkvmap.store_base import ChunkStore
@@ -112,16 +113,16 @@ class CanonicalStore(ChunkStore):
             raise StoreError(f"cannot write to the store at {self.path}: {error}") from error
 
     def keys(self, group: str) -> list[bytes]:
-        """The keys of all chunks that are there, in order; of chunks in parts, of whole ones."""
+        """The keys of all chunks that are there, in order; of chunks in parts, of whole ones.
+
+        Raises:
+            StoreError: unknown group, closed, or a folder cannot be read.
+        """
         found: set[str] | None = None
         for piece in self._shelf(group).pieces:
             names = keys_below(piece.base)
             found = names if found is None else found & names
-        keys = []
-        for name in found or ():
-            with suppress(ValueError):  # a stranger's file
-                keys.append(bytes.fromhex(name))
-        return sorted(keys)
+        return keys_named(found or ())
 
     def neighbours(self) -> dict[str, str]:
         """Other identities in this directory -> how they differ: why their chunks are misses."""
