@@ -240,7 +240,9 @@ class ChunkStore:
             payload, row = self._row(shelf, group, rows[index])
             check_key(key)
             if direction == "put":
-                work = partial(self._put_complete, shelf, filled, key, payload, row)
+                work = partial(
+                    self._put_complete, shelf, filled, key, payload, row, _generation(shelf, row)
+                )
             else:
                 work = partial(self._get_pieces, shelf, key, payload, chosen)
             tasks.append(self._task(job, index, work))
@@ -268,19 +270,29 @@ class ChunkStore:
         return task
 
     def _put_complete(
-        self, shelf: Shelf, filled: Sequence[Shelf], key: bytes, payload: Bytes, row: int | None
+        self,
+        shelf: Shelf,
+        filled: Sequence[Shelf],
+        key: bytes,
+        payload: Bytes,
+        row: int | None,
+        generation: int,
     ) -> Result:
-        """Store the chunk if its row is complete, and stays the same while it is read."""
+        """Store the chunk if its row is complete, and is what it was when it was put.
+
+        `generation` is the row's from then: it may have got the content of another key since.
+        """
         ledger, extra = shelf.ledger, shelf.witness
         if row is None:
             return self._put_pieces(shelf, filled, key, payload, lambda: True, ())
-        generation = 0 if ledger is None else ledger.generation(row)
-        if ledger is not None and not ledger.complete([row])[0]:
-            return Result("incomplete", f"writers {ledger.waiting_for(row)} have not reported")
 
         def unchanged() -> bool:
             return ledger is None or ledger.generation(row) == generation
 
+        if not unchanged():
+            return Result("incomplete", "the row got new content while it waited to be written")
+        if ledger is not None and not ledger.complete([row])[0]:
+            return Result("incomplete", f"writers {ledger.waiting_for(row)} have not reported")
         witnesses = extra(row) if extra is not None else ()
         return self._put_pieces(shelf, filled, key, payload, unchanged, witnesses)
 
@@ -347,3 +359,15 @@ class ChunkStore:
         if not payload.flags.c_contiguous:
             raise FormatError(f"group {group!r}: rows must be contiguous")
         return payload, number
+
+
+def _generation(shelf: Shelf, row: int | None) -> int:
+    """The present generation of a row; 0 where no ledger speaks for it."""
+    if shelf.ledger is None or row is None:
+        return 0
+    if row >= shelf.ledger.num_rows:
+        raise StoreError(
+            f"group {shelf.chunk.group!r}: row {row}, and its ledger has {shelf.ledger.num_rows} "
+            "rows; a ledger needs one for every row of its section"
+        )
+    return shelf.ledger.generation(row)

@@ -117,14 +117,16 @@ def test_a_stage_loads_its_own_layers_and_leaves_the_others_alone(path):
             (["a"], slice(0, half), slice(half, FULL)),
             (["b"], slice(half, FULL), slice(0, half)),
             (["a", "b"], slice(0, FULL), slice(0, 0)),
+            (["m", "b"], slice(half, FULL), slice(0, half)),
+            (["m"], slice(0, 0), slice(0, FULL)),
             ([], slice(0, 0), slice(0, FULL)),
         ):
             row = aligned(FULL, 0x77)
             job = store.get([key_of(1)], "full", [row], layers=layers)
             assert job.wait(30) and job.outcomes == ["hit"], job.reasons
             assert np.array_equal(row[mine], right[mine]) and (row[others] == 0x77).all()
-        with pytest.raises(StoreError, match=r"no layers \['m'\]"):
-            store.get([key_of(1)], "full", [row], layers=["m"])
+        with pytest.raises(StoreError, match=r"the model has no layers \['n'\]"):
+            store.get([key_of(1)], "full", [row], layers=["a", "n"])
         place = chunk_file(path, 1)
         with open(place, "r+b") as file:
             file.seek(4096 + half + 3)
@@ -527,6 +529,41 @@ def test_a_row_that_changes_while_it_is_written_is_not_published(path):
             assert job.wait(30) and job.outcomes == ["incomplete"]
             assert "new content" in job.reasons[0]
     assert not list(ls(path)) and stats(path).temporaries == 0
+
+
+def test_a_row_that_gets_new_content_while_its_put_waits_is_not_stored(path):
+    """Its bytes are whole then, and another key's."""
+    with Region.create([Section("full", 2, FULL), Ledger.section(1, 1)]) as region:
+        ledger, files = Ledger(region), Stalling()
+        with CanonicalStore(
+            path,
+            IDENTITY,
+            region=region,
+            formats={"full": ChunkFormat(IDENTITY, "full")},
+            ledgers={"full": ledger},
+            threads=1,
+            files=files,
+        ) as store:
+            assert put(store, [7]) == ["stored"]
+
+            def fill(number: int) -> None:
+                generation = ledger.begin([0])
+                region.row("full", 0)[:] = content_of(key_of(number), FULL)
+                ledger.finish([0], generation, 0)
+
+            fill(1)
+            before = store.get([key_of(7)], "full", [aligned(FULL)])  # the only thread waits in it
+            job = store.put([key_of(1)], "full", [0])
+            fill(2)
+            after = store.put([key_of(2)], "full", [0])
+            assert not before.done() and not job.done()
+            files.gate.set()
+            assert before.wait(30) and job.wait(30) and after.wait(30)
+            assert job.outcomes == ["incomplete"] and "new content" in job.reasons[0]
+            assert after.outcomes == ["stored"]
+            assert get(store, [1, 2]) == ["miss", "hit"]
+            with pytest.raises(StoreError, match="its ledger has 1 rows"):
+                store.put([key_of(3)], "full", [1])
 
 
 # ---- faults of one chunk ----------------------------------------------------------------------
