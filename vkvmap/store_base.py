@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar, get_args
@@ -191,10 +192,11 @@ class ChunkStore:
     def close(self, *, drain: bool = True) -> None:
         """Finish what is in flight (`drain`) or cancel what has not started, and let go."""
         self._closed = True
-        self._threads.close(drain=drain)
-        self._backend.close()
-        if self._region is not None:
-            self._region.release(self)
+        self._threads.close(drain=drain)  # until this is done, rows of the region are in use
+        with ExitStack() as steps:
+            if self._region is not None:
+                steps.callback(self._region.release, self)
+            steps.callback(self._backend.close)
 
     def __enter__(self: _Store) -> _Store:
         return self

@@ -111,3 +111,17 @@ def test_no_reader_gets_a_hit_of_a_row_that_got_new_content(when):
     assert [outcome for outcome, _ in seen] == (["miss"] if when == "asked" else ["hit", "miss"])
     for outcome, row in seen:
         assert outcome == "miss" or np.array_equal(row, content_of(KEY, FULL))
+
+
+def test_a_cluster_that_fails_while_the_store_closes_leaves_the_region_free():
+    class Gone(Client):
+        def unregister_buffer(self, address: int) -> int:
+            raise RuntimeError("master gone")
+
+    with Region.create([Section("full", 1, FULL)]) as region:
+        formats = {"full": ChunkFormat(IDENTITY, "full")}
+        store = MooncakeStore(Gone(), IDENTITY, region=region, formats=formats)
+        assert store.put([KEY], "full", [0]).wait(30)
+        with pytest.raises(RuntimeError, match="master gone"):
+            store.close()
+        region.close()  # a RegionError where a store still uses it
