@@ -103,14 +103,18 @@ class Shelf:
     # ---- parts --------------------------------------------------------------------------------
 
     def chosen(self, layers: Collection[str]) -> frozenset[str]:
-        """`layers`, if all of them go here. StoreError otherwise."""
-        unknown = sorted(set(layers) - self.layers)
+        """Those of `layers` that go here: a pipeline stage names all of its own, of every group.
+
+        StoreError where the model lacks one.
+        """
+        model = self.chunk.identity.layers
+        unknown = sorted(name for name in set(layers) - self.layers if name not in model)
         if unknown:
             raise StoreError(
-                f"group {self.chunk.group!r} has no layers {unknown[:3]}, but {len(self.layers)} "
-                "others"
+                f"the model has no layers {unknown[:3]}, but {len(model)} others; name layers as "
+                "its table does"
             )
-        return frozenset(layers)
+        return self.layers.intersection(layers)
 
     def filled_by(self, layers: Collection[str]) -> tuple[Shelf, ...]:
         """The pieces that rows which hold only `layers` fill. StoreError if a piece is cut."""
@@ -125,7 +129,7 @@ class Shelf:
                     "stage splits"
                 )
         if not touched:
-            raise StoreError(f"group {self.chunk.group!r}: rows of no layers store nothing")
+            raise StoreError(f"group {self.chunk.group!r}: rows of no layers of it store nothing")
         return touched
 
     def touched_by(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.store.small import LAYERS, aligned, content_of, key_of, payload_bytes, small_identity
+from vkvmap.configuration import Configuration
 from vkvmap.errors import StoreError
 from vkvmap.format import ChunkFormat, Witness
 from vkvmap.identity import Identity
@@ -244,6 +245,34 @@ def test_a_part_is_a_run_of_layers(path):
         CanonicalStore(path, small_identity(layers=layers), parts=[["a", "c"], ["b"]])
 
 
+def test_a_stage_names_all_its_layers_and_each_group_takes_its_own(path):
+    """Of six layers in two groups, dealt to two stages, no stage's names are of one group."""
+    layers = LayerTable(
+        LayerSpec.mla(f"layers.{index}.{group}", row_bytes=37, group=group)
+        for index in range(3)
+        for group in ("latent", "more")
+    )
+    stages = Configuration.parse("pp=2").stage_layers(layers)
+    identity = small_identity(layers=layers)
+    with CanonicalStore(path, identity, parts=stages) as store:
+        for group, key in (("latent", KEYS[0]), ("more", KEYS[1])):
+            nbytes = payload_bytes(identity, group)
+            right = content_of(key, nbytes)
+            for stage in stages:
+                assert not store.lookup([key], group).any()
+                job = store.put([key], group, [right], layers=stage)
+                assert job.wait(30) and job.outcomes == ["stored"]
+            row, joined = aligned(nbytes, 0x77), aligned(nbytes, 0x77)
+            for stage in stages:
+                own = sum(name.endswith(group) for name in stage)
+                job = store.get([key], group, [row], layers=stage)
+                assert job.wait(30) and job.outcomes == ["hit"]
+                filled = int((row != joined).sum())
+                assert nbytes // 3 * (own - 1) < filled <= nbytes // 3 * own
+                joined = row.copy()
+            assert np.array_equal(row, right)
+
+
 def test_a_stage_that_splits_a_part_is_refused(path):
     with CanonicalStore(path, IDENTITY) as whole, opened(path) as store:
         for layers in (["a"], ["b"]):
@@ -251,8 +280,9 @@ def test_a_stage_that_splits_a_part_is_refused(path):
                 put(whole, KEYS[:1], layers)
             assert put(store, KEYS[:1], layers) == ["stored"]
         assert put(whole, KEYS[:1], ["b", "a"]) == ["stored"]
-        with pytest.raises(StoreError, match="of no layers"):
-            put(store, KEYS[:1], [])
-        with pytest.raises(StoreError, match=r"no layers \['m'\]"):
-            put(store, KEYS[:1], ["a", "m"])
+        for layers in ([], ["m"]):
+            with pytest.raises(StoreError, match="of no layers of it"):
+                put(store, KEYS[:1], layers)
+        with pytest.raises(StoreError, match=r"the model has no layers \['n'\], but 3 others"):
+            put(store, KEYS[:1], ["a", "n"])
         assert store.try_put(KEYS[:1], "full", [aligned(FULL)], layers=["b"]) is not None
