@@ -132,7 +132,11 @@ class CanonicalStore(ChunkStore):
         except OSError as error:
             raise StoreError(f"cannot read {self.path}: {error}") from error
         for name in names:
-            if len(name) == 64 and name not in self._identities:
+            if len(name) != 64 or name in self._identities:
+                continue
+            if name == self.identity.name:  # the chunks of this store are in parts
+                reasons[name] = "the same model's chunks, stored whole"
+            else:
                 try:
                     with open(f"{self.path}/{name}/identity.json", encoding="utf-8") as text:
                         reason = self.identity.difference(text.read())

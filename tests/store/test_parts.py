@@ -117,7 +117,7 @@ def test_parts_and_whole_chunks_are_not_taken_for_each_other(path):
             "it has 2 of the 3 layers: a part of chunks that are stored in parts",
             "it has 1 of the 3 layers: a part of chunks that are stored in parts",
         }
-        assert list(store.neighbours()) == [IDENTITY.name]
+        assert store.neighbours() == {IDENTITY.name: "the same model's chunks, stored whole"}
 
 
 def test_end_to_end_digests_go_with_the_part_that_they_are_about(path):
