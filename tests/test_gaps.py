@@ -25,7 +25,7 @@ from vkvmap import (
     derive_canonical_mappings,
 )
 from vkvmap.boxes import Box, boxes_of, folded
-from vkvmap.cache import layer_views
+from vkvmap.cache import MOST_BLOCK_TOKENS, layer_views
 from vkvmap.chunk import ChunkLayout
 from vkvmap.errors import PlanError, RefusedError, SpecError, TilingError
 from vkvmap.layout import state_layout
@@ -322,6 +322,44 @@ def test_a_run_of_nothing_beside_a_run_of_everything_is_refused(size: int, count
 def test_a_cross_layer_tensor_has_five_dimensions(shape: tuple[int, ...]) -> None:
     with pytest.raises(SpecError, match="a cross-layer tensor has 5 dimensions"):
         layer_views(np.zeros(shape, np.uint8), "LBHNC", shape[0])
+
+
+def test_more_turns_than_can_be_proved_are_refused() -> None:
+    run = (CopyRun(0, 0, 16, 1, 16, 16),)
+    taken = [
+        CanonicalPageMapping(16, 16, run, writers, index, True)
+        for writers in (251, 263)
+        for index in range(writers)
+    ]
+    with pytest.raises(TilingError, match=f"writers take {251 * 263} different turns; at most"):
+        certify(taken)
+
+
+# ---- cache ---------------------------------------------------------------------------------------
+
+
+def test_a_block_may_have_as_many_tokens_as_a_block_can() -> None:
+    rows = np.zeros((1, MOST_BLOCK_TOKENS, 1), np.uint8)
+    assert CacheView.of(rows, "mla", MOST_BLOCK_TOKENS).block_size == MOST_BLOCK_TOKENS
+    with pytest.raises(SpecError, match="a block has at most"):
+        CacheView.of(rows, "mla", MOST_BLOCK_TOKENS + 1)
+
+
+def test_an_index_covers_all_bytes_of_its_elements() -> None:
+    view = CacheView.of(np.zeros((3, 2, 5), np.uint32), "mla", 2)
+    assert view.tensors[0].bytes_per_index == 40 and view.opaque_page_bytes == 40
+
+
+@pytest.mark.parametrize(("first", "second"), [(6, 5), (5, 6)])
+def test_layers_of_one_row_have_as_many_rows(first: int, second: int) -> None:
+    memory = np.zeros((6, 24), np.uint8)
+    layers = [LayerSpec.opaque(name, page_bytes=8) for name in "ab"]
+    caches = {
+        "a": CacheView.of(memory[:first, :8], "pages", 0),
+        "b": CacheView.of(memory[:second, 8:16], "pages", 0),
+    }
+    with pytest.raises(SpecError, match=f"'b' has {second} rows, .* 'a' .* has {first}"):
+        derive_canonical_mappings(LayerTable(layers), caches, RankGrid(), 0)
 
 
 # ---- writers -------------------------------------------------------------------------------------

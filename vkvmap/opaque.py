@@ -63,6 +63,12 @@ def opaque_addressing(slab: Sequence[str], views: Mapping[str, CacheView]) -> Pa
                 f"layer {name!r}: {views[name].kernel_blocks} kernel blocks per block, layer "
                 f"{slab[0]!r} in the same rows has {blocks}; a block id must mean one row to both"
             )
+        rows, first = views[name].tensors[0].shape[0], tensors[0].shape[0]
+        if rows != first:
+            raise SpecError(
+                f"layer {name!r} has {rows} rows, layer {slab[0]!r} in the same rows has {first}; "
+                "give both the rows that both have"
+            )
     low = min(tensor.address for tensor in tensors)
     high = max(tensor.address + _reach(slab[0], tensor) for tensor in tensors)
     stride = tensors[0].strides[0]

@@ -151,7 +151,7 @@ class PackedPlan:
             group = mappings.layers[name].group
             mapping = mappings.by_layer[name]
             if mapping.certified:
-                section, offset = self._section(group, chunks[group].payload_bytes), 0
+                section = self._section(group, chunks[group].payload_bytes)
                 offset = chunks[group].offsets[name]
             else:
                 offsets, payload = private[group]
