@@ -66,8 +66,9 @@ class ChunkStore:
                 for name, chunk in formats.items()
             }
             if parts is not None:
+                named = [tuple(part) for part in parts]  # every shelf reads them anew
                 self._shelves = {
-                    name: shelf.divided(root, identity, parts)
+                    name: shelf.divided(root, identity, named)
                     for name, shelf in self._shelves.items()
                 }
             if threads < 1:
@@ -102,10 +103,12 @@ class ChunkStore:
             rows: row numbers in that section, or uint8 arrays ``(payload_bytes,)``. They must not
                 change until the job is done.
             layers: names of the layers that the rows hold, where pipeline stages on other nodes
-                have the others; the parts that these fill are stored. Default all.
+                have the others; the parts that these fill are stored. Names of other groups' layers
+                make no difference. Default all.
 
         Raises:
-            StoreError: unknown group, closed, used after a fork, or `layers` cut a part.
+            StoreError: unknown group, closed, used after a fork, or `layers` cut a part, are
+                none of the group's, or unknown to the model.
             FormatError: a key or a row has a wrong length.
         """
         job, tasks = self._prepare("put", keys, group, rows, layers)

@@ -245,6 +245,16 @@ def test_a_part_is_a_run_of_layers(path):
         CanonicalStore(path, small_identity(layers=layers), parts=[["a", "c"], ["b"]])
 
 
+def test_parts_may_be_given_as_whatever_yields_names_once(path):
+    """A store of several groups reads them for each."""
+    with opened(path, parts=(iter(names) for names in PARTS)) as store:
+        pieces = {group: len(store._shelves[group].pieces) for group in ("full", "latent")}
+        assert pieces == {"full": 2, "latent": 1}
+        assert put(store, KEYS[:1]) == ["stored"]
+    with opened(path) as store:
+        assert store.keys("full") == KEYS[:1]
+
+
 def test_a_stage_names_all_its_layers_and_each_group_takes_its_own(path):
     """Of six layers in two groups, dealt to two stages, no stage's names are of one group."""
     layers = LayerTable(
