@@ -354,6 +354,7 @@ if __name__ == "__main__":
 """
     (folder / "derive.py").write_text(good)
     (folder / "wrong.py").write_text("if __name__ == '__main__': raise SystemExit('bytes differ')")
+    (folder / "__init__.py").write_text("")
     (folder / "harness.py").write_text("")
     monkeypatch.setattr(vkvmap, "__file__", str(tmp_path / "checkout" / "vkvmap" / "x.py"))
     return folder
