@@ -28,7 +28,7 @@ from vkvmap.boxes import Box, boxes_of, folded
 from vkvmap.cache import MOST_BLOCK_TOKENS, layer_views
 from vkvmap.chunk import ChunkLayout
 from vkvmap.errors import PlanError, RefusedError, SpecError, TilingError
-from vkvmap.layout import state_layout
+from vkvmap.layout import layout_named, state_layout
 from vkvmap.mapping import runs_from_boxes
 from vkvmap.pack import tiles_of
 from vkvmap.recognise import PageAddressing
@@ -154,6 +154,43 @@ def test_layers_of_several_tensors_share_no_row() -> None:
             plan.load(([2], [1])).check()
     assert np.array_equal(rows[2, :at], before[1, :at])
     assert not rows[2, at:].any()
+
+
+@pytest.mark.parametrize(("width", "place"), [(8, 0), (24, 0), (24, 8), (16, 8)])
+def test_opaque_layers_of_two_groups_in_one_row_are_carried_for_the_blocks_of_each(
+    width: int, place: int
+) -> None:
+    """Side by side or on the same bytes, in dense rows or padded ones."""
+    memory = np.random.default_rng(2).integers(1, 256, (6, width), np.uint8)
+    layers = [LayerSpec.opaque(name, page_bytes=8, group=name) for name in "ab"]
+    caches = {
+        "a": CacheView.of(memory[:, :8], "pages", 0),
+        "b": CacheView.of(memory[:, place : place + 8], "pages", 0),
+    }
+    before = memory.copy()
+    mappings = derive_canonical_mappings(LayerTable(layers), caches, RankGrid(), 0)
+    assert mappings.carrier == {"a": "a", "b": "b"}
+    with Region.create(sections_for(mappings, {}, 2), backing="private") as region:
+        with TransferPlan(mappings, caches, region, chunk_tokens={}) as plan:
+            plan.store({"a": ([0], [0]), "b": ([3], [1])}).check()
+            memory[[1, 4]] = 0
+            plan.load({"a": ([1], [0]), "b": ([4], [1])}).check()
+    assert np.array_equal(memory[1, :8], before[0, :8])
+    assert np.array_equal(memory[4, place : place + 8], before[3, place : place + 8])
+    assert np.array_equal(memory[[0, 2, 3, 5]], before[[0, 2, 3, 5]])
+
+
+def test_an_unknown_layout_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(SpecError, match=r"unknown layout 'nhd'; known: .*split_nhd"):
+        layout_named("nhd")
+
+
+def test_a_dimension_of_one_element_may_have_any_stride() -> None:
+    rows = np.lib.stride_tricks.as_strided(np.zeros(64, np.uint8), (4, 2, 1), (2, 1, 7))
+    layer = LayerSpec.mla("m", row_bytes=1)
+    derive_canonical_mappings(
+        LayerTable([layer]), {"m": CacheView.of(rows, "mla", 2)}, RankGrid(), 0, strict=True
+    )
 
 
 # ---- boxes ---------------------------------------------------------------------------------------

@@ -235,7 +235,9 @@ def _assemble(
                 f"it shares the rows of one tensor with {broken[0]!r}, which is opaque",
                 f"make {broken[0]!r} certifiable; until then the whole row is the opaque unit",
             )
-        carrier[name] = slab[0]
+        # The row is carried once for each group whose blocks lie in it.
+        group = layers[name].group
+        carrier[name] = next(other for other in slab if layers[other].group == group)
         addressing[name] = opaque_addressing(slab, views)
         shards = grid.context_shard(rank, dcp_sharded=layers[name].dcp_sharded).count
         by_layer[name] = opaque_mapping(
