@@ -383,8 +383,8 @@ def test_a_block_may_have_as_many_tokens_as_a_block_can() -> None:
 
 
 def test_an_index_covers_all_bytes_of_its_elements() -> None:
-    view = CacheView.of(np.zeros((3, 2, 5), np.uint32), "mla", 2)
-    assert view.tensors[0].bytes_per_index == 40 and view.opaque_page_bytes == 40
+    view = CacheView.of(np.zeros((6, 2, 5), np.uint32), "mla", 4, kernel_blocks=2)
+    assert view.tensors[0].bytes_per_index == 40
 
 
 @pytest.mark.parametrize(("first", "second"), [(6, 5), (5, 6)])
@@ -397,6 +397,16 @@ def test_layers_of_one_row_have_as_many_rows(first: int, second: int) -> None:
     }
     with pytest.raises(SpecError, match=f"'b' has {second} rows, .* 'a' .* has {first}"):
         derive_canonical_mappings(LayerTable(layers), caches, RankGrid(), 0)
+
+
+def test_an_unknown_cross_layer_order_is_refused_with_the_orders_there_are() -> None:
+    with pytest.raises(SpecError, match="order 'LBHCN': choose one of LBHNC, LBNHC"):
+        layer_views(np.zeros((1, 1, 1, 1, 1), np.uint8), "LBHCN", 1)
+
+
+def test_neighbouring_fragments_become_one() -> None:
+    left = np.arange(100, 116, 4)
+    assert boxes_of(left, left - 100, np.full(4, 4)) == (Box(100, 0, ((16, 1, 1),)),)
 
 
 # ---- writers -------------------------------------------------------------------------------------

@@ -150,11 +150,6 @@ class CacheView:
         shapes = tuple((t.shape[1:], t.strides, t.itemsize, t.shape[:1]) for t in self.tensors)
         return shapes, self.layout, self.block_size, self.kernel_blocks, self.raw
 
-    @property
-    def opaque_page_bytes(self) -> int:
-        """Bytes of one manager block over all tensors, whatever they mean."""
-        return sum(t.bytes_per_index for t in self.tensors) * self.kernel_blocks
-
 
 def check_storage(view: CacheView) -> None:
     """Raise LayoutError where a tensor's last element lies outside its allocation."""
