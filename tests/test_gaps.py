@@ -27,12 +27,13 @@ from vkvmap import (
 from vkvmap.boxes import Box, boxes_of, folded
 from vkvmap.cache import MOST_BLOCK_TOKENS, layer_views
 from vkvmap.chunk import ChunkLayout
-from vkvmap.errors import PlanError, RefusedError, SpecError, TilingError
-from vkvmap.layout import layout_named, state_layout
+from vkvmap.errors import LayoutError, PlanError, RefusedError, SpecError, TilingError
+from vkvmap.layout import layout_named, place, state_layout
 from vkvmap.mapping import runs_from_boxes
 from vkvmap.pack import tiles_of
 from vkvmap.recognise import PageAddressing
 from vkvmap.sections import sections_for
+from vkvmap.spec import Axis, Field, Nest
 from vkvmap.writers import POLICIES
 
 MLA = LayerSpec.mla("m", row_bytes=8)
@@ -407,6 +408,26 @@ def test_an_unknown_cross_layer_order_is_refused_with_the_orders_there_are() -> 
 def test_neighbouring_fragments_become_one() -> None:
     left = np.arange(100, 116, 4)
     assert boxes_of(left, left - 100, np.full(4, 4)) == (Box(100, 0, ((16, 1, 1),)),)
+
+
+def test_boxes_of_unequal_fragments_that_touch_become_one() -> None:
+    short, long = Box(100, 40, ((4, 1, 1),)), Box(104, 44, ((8, 1, 1),))
+    assert folded([short, long]) == (Box(100, 40, ((12, 1, 1),)),)
+    apart = Box(104, 45, ((8, 1, 1),))
+    assert folded([short, apart]) == (short, apart)
+
+
+@pytest.mark.parametrize("kernel_blocks", [2, 3])
+def test_a_block_is_a_whole_number_of_kernel_blocks(kernel_blocks: int) -> None:
+    rows = np.zeros((kernel_blocks, 2, 5), np.uint8)
+    with pytest.raises(SpecError, match=f"block_size=7 tokens is not {kernel_blocks} equal"):
+        CacheView.of(rows, "mla", 7, kernel_blocks=kernel_blocks)
+
+
+def test_fields_below_one_loop_agree_on_its_extent() -> None:
+    fields = {name: Field(name, (Axis("head", count),), 1) for name, count in (("k", 2), ("v", 4))}
+    with pytest.raises(LayoutError, match=r"different extents of 'head' \(\[2, 4\]\)"):
+        place(Nest(("head",), ("k", "v")), fields, lambda _, axis: axis.extent)
 
 
 # ---- writers -------------------------------------------------------------------------------------
