@@ -373,6 +373,19 @@ def test_more_turns_than_can_be_proved_are_refused() -> None:
         certify(taken)
 
 
+def test_the_last_byte_of_a_store_run_is_loaded_from_where_it_was_stored() -> None:
+    """The last bytes of two runs change places on the way back."""
+    stores = (CopyRun(0, 0, 8, 1, 8, 8), CopyRun(8, 8, 8, 1, 8, 8))
+    loads = (
+        CopyRun(0, 0, 7, 1, 7, 7),
+        CopyRun(7, 15, 1, 1, 1, 1),
+        CopyRun(8, 8, 7, 1, 7, 7),
+        CopyRun(15, 7, 1, 1, 1, 1),
+    )
+    with pytest.raises(TilingError, match="elsewhere than the load runs take them from"):
+        certify([CanonicalPageMapping(16, 16, loads, 1, 0, True, store_runs=stores)])
+
+
 # ---- cache ---------------------------------------------------------------------------------------
 
 
@@ -381,6 +394,20 @@ def test_a_block_may_have_as_many_tokens_as_a_block_can() -> None:
     assert CacheView.of(rows, "mla", MOST_BLOCK_TOKENS).block_size == MOST_BLOCK_TOKENS
     with pytest.raises(SpecError, match="a block has at most"):
         CacheView.of(rows, "mla", MOST_BLOCK_TOKENS + 1)
+
+
+def test_a_torch_tensor_of_wide_elements_is_read_in_bytes() -> None:
+    import torch
+
+    tensor = torch.zeros((3, 2, 5), dtype=torch.int32)[:, :, 1:4]
+    view = CacheView.of(tensor, "mla", 2).tensors[0]
+    assert view.strides == (40, 20, 4) and view.itemsize == 4
+    assert view.address - view.storage[0] == 4 and view.storage[1] == 120
+
+
+def test_a_cross_layer_tensor_has_the_layers_that_are_expected() -> None:
+    with pytest.raises(SpecError, match="2 layers in the tensor, 3 expected"):
+        layer_views(np.zeros((2, 1, 1, 1, 1), np.uint8), "LBHNC", 3)
 
 
 def test_an_index_covers_all_bytes_of_its_elements() -> None:
