@@ -415,6 +415,27 @@ def test_an_index_covers_all_bytes_of_its_elements() -> None:
     assert view.tensors[0].bytes_per_index == 40
 
 
+def test_what_is_no_tensor_is_told_what_would_be() -> None:
+    with pytest.raises(SpecError, match="list is neither a torch tensor nor a numpy array"):
+        CacheView.of([[1, 2]], "mla", 1)
+
+
+def test_a_view_does_not_print_its_tensor() -> None:
+    assert "array" not in repr(CacheView.of(np.zeros((3, 2, 5), np.uint8), "mla", 2))
+
+
+def test_layers_that_reach_over_the_end_of_their_row_are_refused() -> None:
+    memory = np.zeros(6 * 24 + 8, np.uint8)
+    tails = np.lib.stride_tricks.as_strided(memory[20:], (6, 8), (24, 1))
+    layers = [LayerSpec.opaque(name, page_bytes=8) for name in "ab"]
+    caches = {
+        "a": CacheView.of(memory[: 6 * 24].reshape(6, 24)[:, :8], "pages", 0),
+        "b": CacheView.of(tails, "pages", 0),
+    }
+    with pytest.raises(SpecError, match="pages of a shared row reach 28 bytes, a row has 24"):
+        derive_canonical_mappings(LayerTable(layers), caches, RankGrid(), 0)
+
+
 @pytest.mark.parametrize(("first", "second"), [(6, 5), (5, 6)])
 def test_layers_of_one_row_have_as_many_rows(first: int, second: int) -> None:
     memory = np.zeros((6, 24), np.uint8)
