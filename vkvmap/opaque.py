@@ -26,7 +26,7 @@ def slabs(views: Mapping[str, CacheView]) -> dict[str, tuple[str, ...]]:
         if len(view.tensors) != 1:
             continue
         tensor = view.tensors[0]
-        if not tensor.strides or tensor.strides[0] <= tensor.bytes_per_index:
+        if tensor.strides[0] <= tensor.bytes_per_index:
             continue
         rows.setdefault((tensor.storage, tensor.strides[0]), []).append(name)
     for (_, stride), names in rows.items():
