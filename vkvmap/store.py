@@ -15,14 +15,13 @@ from contextlib import suppress
 from vkvmap.errors import StoreError
 from vkvmap.format import ChunkFormat
 from vkvmap.identity import Identity
-from vkvmap.keys import keys_named
 from vkvmap.ledger import Ledger
 from vkvmap.region import Region
 from vkvmap.store_base import ChunkStore
 from vkvmap.store_directory import Directory, Sync
 from vkvmap.store_files import ChunkFiles, FileSystem, direct_io_works
 from vkvmap.store_job import StoreJob
-from vkvmap.store_listing import keys_below
+from vkvmap.store_listing import keys_below, saying
 from vkvmap.store_shelf import WitnessOf
 from vkvmap.store_space import EvictionPolicy, Space, least_recently_used
 
@@ -118,19 +117,14 @@ class CanonicalStore(ChunkStore):
         Raises:
             StoreError: unknown group, closed, or a folder cannot be read.
         """
-        found: set[str] | None = None
-        for piece in self._shelf(group).pieces:
-            names = keys_below(piece.base)
-            found = names if found is None else found & names
-        return keys_named(found or ())
+        pieces = self._shelf(group).pieces
+        return sorted(set.intersection(*(keys_below(piece.base) for piece in pieces)))
 
     def neighbours(self) -> dict[str, str]:
         """Other identities in this directory -> how they differ: why their chunks are misses."""
         reasons = {}
-        try:
+        with saying(f"read {self.path}"):
             names = sorted(os.listdir(self.path))
-        except OSError as error:
-            raise StoreError(f"cannot read {self.path}: {error}") from error
         for name in names:
             if len(name) != 64 or name in self._identities:
                 continue

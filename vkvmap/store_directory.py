@@ -16,10 +16,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from vkvmap.errors import FormatError, StoreError
+from vkvmap.errors import FormatError
 from vkvmap.format import Witness
 from vkvmap.store_files import ChunkFiles, close_quietly
-from vkvmap.store_shelf import SUFFIX, Result, Shelf
+from vkvmap.store_listing import saying
+from vkvmap.store_shelf import CHANGED, SUFFIX, Result, Shelf
 from vkvmap.store_space import Space
 
 Bytes = npt.NDArray[np.uint8]
@@ -72,7 +73,7 @@ class Directory:
             self._chunks.write(fd, header, payload, padded, sync=self._sync != "none")
             if not unchanged():
                 self._abandon(temporary, nbytes)
-                return Result("incomplete", "the row got new content while it was written")
+                return CHANGED
             return self._publish(shelf, key, temporary, nbytes)
         except OSError as error:
             self._abandon(temporary, nbytes)
@@ -206,10 +207,8 @@ class Directory:
 
     def delete(self, shelf: Shelf, keys: Sequence[bytes]) -> int:
         """Remove chunks; how many there were. StoreError where the file system refuses."""
-        try:
+        with saying("remove chunks"):
             return sum(self._space.remove(shelf.path(key)) for key in keys)
-        except OSError as error:
-            raise StoreError(f"cannot remove chunks: {error}") from error
 
     # ---- the directory ------------------------------------------------------------------------
 

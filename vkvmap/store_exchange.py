@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from vkvmap.errors import StoreError
 from vkvmap.store_job import StoreJob
 
 
@@ -40,7 +41,13 @@ def write_whole(path: Path, pieces: Iterable[Any]) -> None:
 
 
 def not_moved(keys: Sequence[bytes], job: StoreJob) -> list[tuple[bytes, str]]:
-    """The keys of a job that is done whose chunks it did not move, each with the reason."""
+    """The keys of a job that is done whose chunks it did not move, each with the reason.
+
+    Raises:
+        StoreError: the store is full; going on would move no more.
+    """
+    if "full" in job.outcomes:
+        raise StoreError(f"the store is full: {job.reasons}")
     return [
         (key, job.reasons.get(index, "it is not in the store"))
         for index, (key, good) in enumerate(zip(keys, job.good.tolist(), strict=True))

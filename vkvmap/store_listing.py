@@ -55,36 +55,36 @@ def iterate(root: str) -> Iterator[Entry]:
 
 def listed(root: str) -> Iterator[Entry]:
     """As `iterate`; StoreError where a folder cannot be read."""
-    with _saying(root):
+    with saying(f"list what lies in {root}"):
         yield from iterate(root)
 
 
-def keys_below(base: str) -> set[str]:
-    """Keys, in hex, of the chunk files in the buckets of `base`, each in its place.
+def keys_below(base: str) -> set[bytes]:
+    """Keys of the chunk files in the buckets of `base`, each in its place.
 
     A name that is no key, or is one in another spelling or bucket, is nothing that loads find.
 
     Raises:
         StoreError: a folder cannot be read.
     """
-    with _saying(base):
+    with saying(f"list what lies in {base}"):
         return {
-            name
+            key
             for bucket in _folders(base)
             for item in plain_files(bucket.path)
             if item.name.endswith(SUFFIX)
             and (name := item.name.removesuffix(SUFFIX))[:2] == bucket.name
-            and key_named(name) is not None
+            and (key := key_named(name)) is not None
         }
 
 
 @contextmanager
-def _saying(path: str) -> Iterator[None]:
-    """Say as a StoreError what the system refuses."""
+def saying(what: str) -> Iterator[None]:
+    """Say as a StoreError, "cannot `what`", what the system refuses."""
     try:
         yield
     except OSError as error:
-        raise StoreError(f"cannot list what lies in {path}: {error}") from error
+        raise StoreError(f"cannot {what}: {error}") from error
 
 
 def make_folder(path: str) -> None:

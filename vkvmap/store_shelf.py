@@ -219,6 +219,10 @@ class Result:
         )
 
 
+#: Of a put that a backend drops because its row is not what it was.
+CHANGED = Result("incomplete", "the row got new content while it was written")
+
+
 class Backend(Protocol):
     """What keeps the bytes. Called by several threads at once; raises nothing on bad chunks."""
 

@@ -18,7 +18,7 @@ from vkvmap.errors import FormatError, StoreError
 from vkvmap.foreign import read_json
 from vkvmap.format import ALIGNMENT, MOST_HEADER_BYTES, describe_header, header_length
 from vkvmap.store_files import FileSystem
-from vkvmap.store_listing import QUARANTINE, TEMPORARY, Entry, iterate, listed, plain_files
+from vkvmap.store_listing import QUARANTINE, TEMPORARY, Entry, iterate, listed, plain_files, saying
 from vkvmap.store_space import Space
 
 #: Called with (good chunks so far, their bytes) after each file.
@@ -217,9 +217,8 @@ def _opened(path: str) -> Iterator[Space]:
     """The store's space, to look at and to clean; what the system refuses is a StoreError."""
     space = Space(path, FileSystem(), sweep=False)
     try:
-        yield space
-    except OSError as error:
-        raise StoreError(f"cannot look after the store at {path}: {error}") from error
+        with saying(f"look after the store at {path}"):
+            yield space
     finally:
         space.close()
 

@@ -53,12 +53,15 @@ def _ours(method: Callable[_P, _R]) -> Callable[_P, _R]:
             return method(*args, **kwargs)
         except VkvmapError:
             raise
-        except ValueError as error:
-            raise PlanError(str(error)) from None
-        except RuntimeError as error:
-            raise TransferError(str(error)) from None
+        except (ValueError, RuntimeError) as error:
+            raise _translated(error) from None
 
     return call
+
+
+def _translated(error: ValueError | RuntimeError) -> VkvmapError:
+    kind = PlanError if isinstance(error, ValueError) else TransferError
+    return kind(str(error))
 
 
 class Job:
@@ -247,10 +250,8 @@ class Engine:
                     job = Job(self._native.submit(*arguments, **options), self)
                     add(job)
                 return job
-        except ValueError as error:
-            raise PlanError(str(error)) from None
-        except RuntimeError as error:
-            raise TransferError(str(error)) from None
+        except (ValueError, RuntimeError) as error:
+            raise _translated(error) from None
 
     @_ours
     def finished(self, lane: str) -> list[Job]:

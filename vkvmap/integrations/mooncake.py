@@ -28,7 +28,7 @@ from vkvmap.identity import Identity
 from vkvmap.ledger import Ledger
 from vkvmap.region import Region
 from vkvmap.store_base import ChunkStore
-from vkvmap.store_shelf import Result, Shelf, WitnessOf
+from vkvmap.store_shelf import CHANGED, Result, Shelf, WitnessOf
 
 __all__ = ["MooncakeStore", "connect"]
 
@@ -171,7 +171,7 @@ class _Cluster:
             return Result("present")
         header = shelf.chunk.header(key, payload, witnesses)
         if not unchanged():
-            return _changed()
+            return CHANGED
         # From here on the digests bind the content: what the row gets now would fail them.
         buffers = self._buffers(shelf.chunk, len(header), payload)
         buffers.staging.array(0, len(header))[:] = np.frombuffer(header, np.uint8)
@@ -186,7 +186,7 @@ class _Cluster:
             return Result("failed", f"Mooncake code {code}")
         if not unchanged():
             self._client.remove(name, True)
-            return _changed()
+            return CHANGED
         return Result("stored", written=sum(buffers.sizes))
 
     def fits(self, pieces: Sequence[tuple[Shelf, int | None]], key: bytes) -> bool:
@@ -303,10 +303,6 @@ class _Buffers:
         self, staging: _Staging, staged: Bytes | None, addresses: list[int], sizes: list[int]
     ) -> None:
         self.staging, self.staged, self.addresses, self.sizes = staging, staged, addresses, sizes
-
-
-def _changed() -> Result:
-    return Result("incomplete", "the row got new content while it was written")
 
 
 def _registered(client: Any, address: int, nbytes: int) -> None:

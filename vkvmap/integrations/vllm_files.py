@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from vkvmap.identity import Identity
 from vkvmap.keys import key_named
 from vkvmap.store import CanonicalStore, StoreJob
 from vkvmap.store_exchange import not_moved, write_whole
+from vkvmap.store_listing import saying
 
 __all__ = ["Moved", "VllmFiles", "export_files", "import_files"]
 
@@ -113,7 +114,7 @@ class VllmFiles:
         sizes = set()
         for path in made.files():
             # An engine may just have dropped it.
-            with _looking_at(path), suppress(FileNotFoundError):
+            with saying(f"look at {path}"), suppress(FileNotFoundError):
                 sizes.add(path.stat().st_size)
         if len(sizes) > 1:
             raise FormatError(f"{base}: files of {sorted(sizes)} bytes; one length is expected")
@@ -161,7 +162,7 @@ class VllmFiles:
             StoreError: they cannot be listed.
         """
         folder = Path(f"{self.base}_r0")
-        with _looking_at(folder):
+        with saying(f"look at {folder}"):
             found = sorted(folder.glob("*/*_g0/*.bin"))
         yield from found
 
@@ -228,8 +229,6 @@ def import_files(
             rows.append(row[:payload])
         job = store.put(keys, group, rows)
         job.wait()
-        if "full" in job.outcomes:
-            raise StoreError(f"the store is full: {job.reasons}")
         _note(moved, keys, job)
         if progress is not None:
             progress(min(start + _BATCH, len(paths)), len(paths))
@@ -270,15 +269,6 @@ def export_files(
         if progress is not None:
             progress(start + len(batch), len(keys))
     return moved
-
-
-@contextmanager
-def _looking_at(path: Path) -> Iterator[None]:
-    """Say as a StoreError what the system refuses."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(f"cannot look at {path}: {error}") from error
 
 
 def _write(path: Path, content: bytes | memoryview) -> None:

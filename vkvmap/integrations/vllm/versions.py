@@ -42,6 +42,14 @@ def find(module: str, name: str) -> Any:
         raise unsupported(f"{module}.{name} ({error})") from error
 
 
+def _with(found: Any, names: Sequence[str]) -> Any:
+    """The engine's class `found`, if it has all of `names`; EngineError otherwise."""
+    for name in names:
+        if not hasattr(found, name):
+            raise unsupported(f"{found.__name__}.{name}")
+    return found
+
+
 def unsupported(missing: str) -> EngineError:
     """The refusal of a release that lacks `missing`."""
     return EngineError(
@@ -81,11 +89,10 @@ def worker_class() -> Any:
 
 def connector_class() -> Any:
     """The connector whose worker and scheduler sides drive an offloading spec."""
-    found = find(_CONNECTOR, "OffloadingConnector")
-    for name in ("register_kv_caches", "get_finished", "update_connector_output"):
-        if not hasattr(found, name):
-            raise unsupported(f"OffloadingConnector.{name}")
-    return found
+    return _with(
+        find(_CONNECTOR, "OffloadingConnector"),
+        ("register_kv_caches", "get_finished", "update_connector_output"),
+    )
 
 
 def scheduler_jobs(side: Any) -> Any:
@@ -253,11 +260,9 @@ def check_jobs() -> None:
 
 def stats_class() -> Any:
     """A set of the engine's metrics; made empty."""
-    found = find(_STATS, "OffloadingConnectorStats")
-    for name in ("increase_counter", "set_gauge", "aggregate"):
-        if not hasattr(found, name):
-            raise unsupported(f"OffloadingConnectorStats.{name}")
-    return found
+    return _with(
+        find(_STATS, "OffloadingConnectorStats"), ("increase_counter", "set_gauge", "aggregate")
+    )
 
 
 def metric(kind: str, documentation: str, labels: Sequence[str] = ()) -> Any:
