@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+from vkvmap import region_memory
+
 #: What can be refused: descriptors, mappings, room, locks, names, threads.
 CALLS = (
     (os, "open"), (os, "dup"), (os, "fstat"), (os, "stat"), (os, "memfd_create"),
     (os, "ftruncate"), (os, "fchmod"), (os, "posix_fallocate"), (os, "statvfs"), (os, "link"),
     (os, "rename"), (os, "mkdir"), (os, "scandir"), (os, "pread"), (fcntl, "flock"),
-    (fcntl, "fcntl"), (mmap, "mmap"), (socket, "socket"),
+    (fcntl, "fcntl"), (mmap, "mmap"), (region_memory, "_map"), (socket, "socket"),
 )  # fmt: skip
 
 

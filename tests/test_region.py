@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
+import platform
 import re
 import signal
 import socket
@@ -15,6 +17,7 @@ import time
 import numpy as np
 import pytest
 
+from vkvmap import region_memory
 from vkvmap.errors import RegionError
 from vkvmap.region import Region, Section, node_slot
 from vkvmap.region_backing import available_memory, check_capacity
@@ -420,9 +423,62 @@ def test_an_engines_memory_is_wrapped_and_kept_alive():
         Region.from_buffer(address, 100, None, sections)
 
 
+def huge_bytes(address):
+    """What the system says of the mapping that begins at `address`: bytes in huge pages."""
+    found, here = 0, False
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            name, _, rest = line.partition(" ")
+            if "-" in name and not name.endswith(":"):
+                here = int(name.split("-")[0], 16) == address
+            elif here and name in ("AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:"):
+                found += int(rest.split()[0]) * 1024
+    return found
+
+
+def system_collapses():
+    """Whether this Linux makes a huge page of a touched page of shared memory when asked."""
+    version = tuple(int(part) for part in platform.release().split(".")[:2])
+    return version >= (6, 1) and os.path.exists("/sys/kernel/mm/transparent_hugepage")
+
+
+@pytest.mark.parametrize("backing", ["memfd", "private"])
+def test_memory_comes_in_huge_pages_for_everyone_who_maps_it(backing):
+    """Whole ones for what they fit into; the last, partial one is of small pages."""
+    whole, rest = 3 * (2 << 20), 5 * 4096
+    with Region.create([Section("x", 1, whole + rest - 4096)], backing=backing) as region:
+        assert region.nbytes == whole + rest
+        assert region.address % (2 << 20) == 0
+        assert not region.rows("x").any()
+        assert huge_bytes(region.address) == (whole if system_collapses() else 0)
+        if backing == "memfd":
+            with Region.attach(region.handle()) as other:
+                assert other.address % (2 << 20) == 0
+                region.rows("x")[:] = 7
+                assert (other.rows("x") == 7).all()
+                assert huge_bytes(other.address) == huge_bytes(region.address)
+
+
+@pytest.mark.parametrize("refused_after", [0, 1, 2])
+def test_small_pages_take_the_place_of_huge_ones_that_are_not_to_be_had(monkeypatch, refused_after):
+    granted = []
+    advise = region_memory._madvise
+
+    def scarce(address, nbytes, advice):
+        if advice == 25:
+            if len(granted) >= refused_after:
+                return errno.ENOMEM
+            granted.append(address)
+        return advise(address, nbytes, advice)
+
+    monkeypatch.setattr(region_memory, "_madvise", scarce)
+    with Region.create([Section("x", 4, 2 << 20)]) as region:
+        assert os.fstat(region.handle().fd).st_blocks * 512 == region.nbytes
+        assert len(granted) == refused_after
+        assert not region.rows("x").any()
+
+
 def test_huge_pages_are_granted_or_refused_in_words():
-    with Region.create([Section("x", 4, 1 << 20)], huge_pages="transparent") as region:
-        assert not region.row("x", 3).any()
     try:
         region = Region.create([Section("x", 4, 1 << 20)], huge_pages="reserved")
     except RegionError as error:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import mmap
 import os
 import secrets
 import struct
@@ -45,7 +44,7 @@ from vkvmap.region_memory import (
     HUGE_PAGE,
     Backing,
     HugePages,
-    map_shared,
+    map_memory,
     open_backing,
     populate,
 )
@@ -137,7 +136,7 @@ class Region:
         path: str | None = None,
         joiners: int = 0,
         populate_threads: int | None = None,
-        huge_pages: HugePages | None = None,
+        huge_pages: HugePages | None = "transparent",
         copies: int = 1,
     ) -> Region:
         """Allocate a region.
@@ -152,8 +151,9 @@ class Region:
             populate_threads: threads that fault the pages in, so that first use is quick and a lack
                 of memory shows here; 0 leaves pages to first use, None means one per core up to 8.
                 On a machine of several memory nodes the pages are striped over them.
-            huge_pages: ``"transparent"`` asks for them, ``"reserved"`` takes them from the pool
-                that the administrator set aside, and fails where there are not enough.
+            huge_pages: ``"transparent"`` takes as many as the system has, and small ones for the
+                rest; ``"reserved"`` takes them from the pool that the administrator set aside, and
+                fails where there are not enough; None leaves it to the system.
             copies: processes of this node that ask for as much each; they must fit together.
 
         Raises:
@@ -174,7 +174,7 @@ class Region:
         fd = open_backing(backing, path, nbytes, huge_pages)
         region = None
         try:
-            memory = map_shared(fd, nbytes)
+            memory = map_memory(fd, nbytes)
             header = CONTROL.pack(MAGIC, VERSION, len(table), nbytes, token, joiners, 0)
             region = cls(memory, views, backing=backing, fd=fd)
             populate(region.address, region.nbytes, populate_threads, huge_pages)
@@ -233,7 +233,7 @@ class Region:
             views, found = read_table(os.pread(fd, min(size, MOST_CONTROL), 0), size)
             if token is not None and found != token:
                 raise RegionError("that descriptor leads to another region; join again")
-            memory = map_shared(fd, size)
+            memory = map_memory(fd, size)
             region = cls(memory, views, backing=backing)
             if path is not None:
                 _count_joined(fd, memory, path)
@@ -441,7 +441,7 @@ def _wait_for_name(path: str, timeout: float) -> int:
         time.sleep(0.02)
 
 
-def _count_joined(fd: int, memory: mmap.mmap, path: str) -> None:
+def _count_joined(fd: int, memory: Any, path: str) -> None:
     """Add this process to the count of those who joined; the last one takes the name away."""
     with member_count_lock(fd):
         expected, joined = struct.unpack_from("<II", memory, JOINED_AT - 4)

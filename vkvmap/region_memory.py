@@ -4,6 +4,11 @@ Pages are populated by several threads, because the kernel zeroes them on the th
 by `madvise`, because it reports a lack of memory where a touch would raise SIGBUS. A page lies on
 the memory node of the thread that touched it first. Ranks of all sockets use a region, so its
 stripes take turns among the nodes, each touched from its own: whoever copies, all links carry.
+
+Huge pages pay twice. A mover that scatters 256 bytes into every second small page waits for address
+translations (docs/performance.md), and a disk that is given one small page after the other has
+little on its way at a time. Linux gives shared memory none by itself on most systems, but collapses
+touched pages into huge ones for who asks, and maps them where addresses are aligned like the file.
 """
 
 from __future__ import annotations
@@ -12,6 +17,8 @@ import ctypes
 import errno
 import mmap
 import os
+import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +28,7 @@ import numpy as np
 
 from vkvmap.errors import RegionError
 from vkvmap.region_backing import create_named
-from vkvmap.region_sections import PAGE
+from vkvmap.region_sections import PAGE, round_up
 
 Backing = Literal["memfd", "private", "file"]
 HugePages = Literal["transparent", "reserved"]
@@ -29,6 +36,8 @@ HugePages = Literal["transparent", "reserved"]
 HUGE_PAGE = 2 << 20
 STRIPE = 16 * HUGE_PAGE
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_COLLAPSE = 25  # Linux 6.1
+_MAP_FIXED = 0x10
 
 
 def open_backing(
@@ -58,15 +67,47 @@ def open_backing(
     return fd
 
 
-def map_shared(fd: int, nbytes: int) -> mmap.mmap:
+def map_memory(fd: int, nbytes: int) -> Any:
+    """Map `fd`, or anonymous memory for -1, from the start of a huge page on.
+
+    `mmap.mmap` takes no address, so this asks the system itself. Like that one, the array (a ctypes
+    one of `nbytes` bytes) lets go of the memory when the last view of it is gone.
+
+    Raises:
+        RegionError: the system maps no more.
+    """
     kind = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    taken = round_up(nbytes, mmap.PAGESIZE)
+    room = taken + HUGE_PAGE
     try:
-        return mmap.mmap(fd, nbytes, flags=kind)
+        start = _map(None, room, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        address = round_up(start, HUGE_PAGE)
+        try:
+            _map(address, nbytes, kind | _MAP_FIXED, fd)
+        except BaseException:
+            _libc.munmap(start, room)
+            raise
     except OSError as error:
         raise RegionError(
             f"cannot map {nbytes:,} bytes: {error.strerror}; free memory, or reserve huge pages if "
             "those were asked for"
         ) from error
+    for margin, end in ((start, address), (address + taken, start + room)):
+        if end > margin:
+            _libc.munmap(margin, end - margin)
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    # Not at exit: threads of a mover may still be copying then, and the system takes it all back.
+    weakref.finalize(memory, _libc.munmap, address, taken).atexit = False
+    return memory
+
+
+def _map(address: int | None, nbytes: int, kind: int, fd: int) -> int:
+    """Where the system put it. Room that is only taken, at no address in particular, is closed."""
+    access = 0 if address is None else mmap.PROT_READ | mmap.PROT_WRITE
+    found = _libc.mmap(address, nbytes, access, kind, fd, 0)
+    if found == ctypes.c_void_p(-1).value:
+        raise OSError(code := ctypes.get_errno(), os.strerror(code))
+    return int(found)
 
 
 def populate(address: int, nbytes: int, threads: int | None, huge_pages: HugePages | None) -> None:
@@ -76,10 +117,11 @@ def populate(address: int, nbytes: int, threads: int | None, huge_pages: HugePag
     count = min(8, os.cpu_count() or 1) if threads is None else threads
     if count < 1:
         return
+    fault_in = _populate_huge if huge_pages == "transparent" else _populate_slice
     parts = _parts(address, nbytes, cpus_by_node(), count)
     try:
         with ThreadPoolExecutor(count, thread_name_prefix="vkvmap-populate") as pool:
-            codes = list(pool.map(lambda part: _populate_part(*part), parts))
+            codes = list(pool.map(lambda part: _populate_part(part[0], part[1], fault_in), parts))
     except RuntimeError as error:  # what Python makes of the system's refusal
         raise RegionError(
             f"no threads to populate {nbytes:,} bytes with: {error}; end some, or pass "
@@ -122,13 +164,30 @@ def _parts(
     ]
 
 
-def _populate_part(cpus: set[int], stripes: list[tuple[int, int]]) -> int:
+def _populate_part(
+    cpus: set[int], stripes: list[tuple[int, int]], fault_in: Callable[[int, int], int]
+) -> int:
     with suppress(OSError):  # processors taken away meanwhile: pages land where they land
         os.sched_setaffinity(0, cpus)  # of this thread alone, which ends with the pool
     for address, nbytes in stripes:
-        if code := _populate_slice(address, nbytes):
+        if code := fault_in(address, nbytes):
             return code
     return 0
+
+
+def _populate_huge(address: int, nbytes: int) -> int:
+    """Touch a page of each huge one and have it collapsed: several times as fast as touching all.
+
+    From the first one that the system has no huge page for, the slice gets small ones.
+    """
+    at, end = address, address + nbytes
+    while end - at >= HUGE_PAGE:
+        if code := _populate_slice(at, PAGE):
+            return code
+        if _madvise(at, HUGE_PAGE, _MADV_COLLAPSE):
+            break
+        at += HUGE_PAGE
+    return _populate_slice(at, end - at) if at < end else 0
 
 
 def _populate_slice(address: int, nbytes: int) -> int:
@@ -143,6 +202,16 @@ def _populate_slice(address: int, nbytes: int) -> int:
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.mmap.restype = ctypes.c_void_p
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> int:
