@@ -23,7 +23,7 @@ namespace {
 // A slice begins with empty prefetches and ends with a fence, about 2 us; a waiting expedited load gets
 // its turn after at most this much.
 constexpr uint64_t kSliceBytes = 2 * 1024 * 1024;
-constexpr uint64_t kAhead = 1024;  // prefetch distance of each strand
+constexpr uint64_t kAhead = 1536;  // prefetch distance of each strand
 
 // From here on a transfer is taken to find and leave its bytes in no cache. About where both ways took
 // the same time (docs/performance.md): below, copies through the caches won up to 1.5x on stores; at
