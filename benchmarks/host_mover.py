@@ -1,9 +1,10 @@
 """The host mover against memcpy, and against what numpy and torch make of the same mapping.
 
 One rank of eight stores its pages into canonical rows eight times their size and loads them back:
-fragments of one head, eight heads apart. Blocks are permuted, as an engine leaves them. Working
-sets are far beyond the last-level cache, every byte is compared before anything is timed, and
-contenders take turns within one process.
+fragments of one head, eight heads apart; and, at 256 bytes, one rank that has all heads and keeps K
+and V apart, into rows of the universal family, where they lie together. Blocks are permuted, as an
+engine leaves them. Working sets are far beyond the last-level cache, every byte is compared before
+anything is timed, and contenders take turns within one process.
 
 ``memcpy`` copies as many bytes with as many threads, contiguously, between the same two memories.
 numpy and torch are given the same block lists, each in every way it offers; the fastest counts.
@@ -125,7 +126,7 @@ def aligned(shape: tuple[int, ...]) -> np.ndarray:
 
 @contextmanager
 def world(
-    fragment: int, nbytes: int, layers: int, engine: Engine, huge: bool = False, tp: int = TP
+    fragment: int, nbytes: int, layers: int, engine: Engine, small: bool = False, tp: int = TP
 ) -> Iterator[World]:
     heads = TP // tp
     page = 2 * BLOCK_SIZE * heads * fragment
@@ -147,8 +148,7 @@ def world(
         strict=True,
     )
     sections = sections_for(mappings, BLOCK_SIZE, count)
-    kind: dict[str, Any] = {"backing": "private", "huge_pages": "transparent"} if huge else {}
-    with Region.create(sections, **kind) as region:
+    with Region.create(sections, huge_pages=None if small else "transparent") as region:
         with TransferPlan(mappings, views, region, engine=engine) as plan:
             blocks = np.random.default_rng(0).permutation(count).astype(np.int64)
             yield World(caches, tp, region, plan, blocks, np.arange(count, dtype=np.int64))
@@ -255,8 +255,11 @@ def against_memcpy(report: Report, options: Any, threads: int) -> bool:
     met = True
     engine = Engine(threads)
     with ThreadPoolExecutor(threads) as pool:
-        for fragment in options.fragments:
-            with world(fragment, options.mib * MIB, options.layers, engine, options.huge) as here:
+        cases = [(fragment, TP) for fragment in options.fragments]
+        cases += [(fragment, 1) for fragment in options.fragments if fragment == 256]
+        for fragment, tp in cases:
+            size = options.mib * MIB
+            with world(fragment, size, options.layers, engine, options.small_pages, tp) as here:
                 here.verify()
                 for direction in ("store", "load"):
                     store = direction == "store"
@@ -264,7 +267,7 @@ def against_memcpy(report: Report, options: Any, threads: int) -> bool:
                         "memcpy": lambda store=store: memcpy(pool, threads, here, store),
                         "mover": here.store if store else here.load,
                     }
-                    if fragment == 256:
+                    if fragment == 256 and tp == TP:
                         contenders |= libraries(here, threads, store)
                     taken = interleaved(contenders, rounds=options.rounds)
                     met &= tell(report, here, direction, fragment, threads, taken)
@@ -285,8 +288,9 @@ def tell(
     speed = here.nbytes / taken["mover"].median / 1e9
     base = here.nbytes / taken["memcpy"].median / 1e9
     verdict = "" if middle >= goal else f"  SHORT of {goal:g}"
+    what = f"{fragment} B" if here.tp == TP else f"{fragment} B, universal"
     report.add(
-        Result(f"{direction}, {fragment} B, {threads} thread(s)", speed, "GB/s", base, middle),
+        Result(f"{direction}, {what}, {threads} thread(s)", speed, "GB/s", base, middle),
         f"of memcpy's {base:.1f} GB/s ({least:.2f}-{greatest:.2f}){verdict}",
     )
     met = middle >= goal
@@ -400,10 +404,10 @@ def main() -> int:
     options_parser.add_argument("--layers", type=int, default=16, help="(%(default)s)")
     options_parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     options_parser.add_argument(
-        "--fragments", type=int, nargs="+", default=[64, 128, 256, 1024, 4096]
+        "--fragments", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 4096]
     )
     options_parser.add_argument(
-        "--huge", action="store_true", help="region on huge pages, of this process alone"
+        "--small-pages", action="store_true", help="region on pages of 4 KiB, or the system's"
     )
     options_parser.add_argument("--growth", action="store_true", help="cost per byte as it grows")
     options_parser.add_argument(
