@@ -18,7 +18,7 @@ namespace vkvmap {
 
 struct BoxShape {
   uint64_t fragment_bytes;
-  uint64_t count[2];  // inner, outer
+  uint64_t count[2];  // inner, outer; at least 1
   uint64_t dst_stride[2];
   uint64_t src_stride[2];
   uint64_t ahead;  // prefetch distance in bytes

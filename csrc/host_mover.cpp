@@ -2,8 +2,8 @@
 //
 // It walks layer by layer, four pages side by side, box by box; each box is told where reading goes on,
 // so that prefetches never run dry between pages. Whether stores bypass the caches is decided once per
-// transfer, by its size: streaming gains a third on data that no cache holds, and loses several-fold
-// where source and destination would have stayed in one (benchmarks/host_mover.py --warm).
+// transfer, by its size: streaming is up to twice as fast on data that no cache holds, and loses up to a
+// fifth where source and destination would have stayed in one (benchmarks/host_mover.py --warm).
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,8 +26,8 @@ constexpr uint64_t kSliceBytes = 2 * 1024 * 1024;
 constexpr uint64_t kAhead = 1536;  // prefetch distance of each strand
 
 // From here on a transfer is taken to find and leave its bytes in no cache. About where both ways took
-// the same time (docs/performance.md): below, copies through the caches won up to 1.5x on stores; at
-// 8 MiB streaming was 1.8x as fast. The size of the last cache is no guide: it is shared, and what the
+// the same time (docs/performance.md): below, copies through the caches won up to 1.2x on stores; at
+// 8 MiB streaming was 1.7x as fast. The size of the last cache is no guide: it is shared, and what the
 // system reports may be the sum of several.
 constexpr uint64_t kStreamingBytes = uint64_t{4} << 20;
 

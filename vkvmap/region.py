@@ -25,7 +25,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -151,14 +151,19 @@ class Region:
             populate_threads: threads that fault the pages in, so that first use is quick and a lack
                 of memory shows here; 0 leaves pages to first use, None means one per core up to 8.
                 On a machine of several memory nodes the pages are striped over them.
-            huge_pages: ``"transparent"`` takes as many as the system has, and small ones for the
-                rest; ``"reserved"`` takes them from the pool that the administrator set aside, and
-                fails where there are not enough; None leaves it to the system.
+            huge_pages: ``"transparent"`` populates with as many as the system has, whatever its
+                settings give by themselves, and with small ones for the rest; without populating
+                it only asks. ``"reserved"`` takes them from the pool that the administrator set
+                aside, and fails where there are not enough. None leaves it to the system.
             copies: processes of this node that ask for as much each; they must fit together.
 
         Raises:
             RegionError: no room (before anything is mapped), name taken, bad sections.
         """
+        if huge_pages not in (None, *get_args(HugePages)):
+            raise RegionError(
+                f"huge_pages={huge_pages!r}: choose 'transparent', 'reserved' or None"
+            )
         wanted = list(sections)
         views, table, nbytes = lay_out(wanted)
         if huge_pages == "reserved":

@@ -37,7 +37,7 @@ HUGE_PAGE = 2 << 20
 STRIPE = 16 * HUGE_PAGE
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_COLLAPSE = 25  # Linux 6.1
-_MAP_FIXED = 0x10
+_MAP_FIXED_NOREPLACE = 0x100000  # Linux 4.17; an older one takes the address as a wish
 
 
 def open_backing(
@@ -77,33 +77,32 @@ def map_memory(fd: int, nbytes: int) -> Any:
         RegionError: the system maps no more.
     """
     kind = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    taken = round_up(nbytes, mmap.PAGESIZE)
-    room = taken + HUGE_PAGE
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    room = nbytes + HUGE_PAGE
     try:
-        start = _map(None, room, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        address = round_up(start, HUGE_PAGE)
-        try:
-            _map(address, nbytes, kind | _MAP_FIXED, fd)
-        except BaseException:
+        for _ in range(8):
+            # Found by taking it, and let go of before it is used: there is nothing to undo.
+            start = _map(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
             _libc.munmap(start, room)
-            raise
+            wanted = round_up(start, HUGE_PAGE)
+            with suppress(FileExistsError):  # another thread was faster
+                address = _map(wanted, nbytes, access, kind | _MAP_FIXED_NOREPLACE, fd)
+                break
+        else:
+            address = _map(None, nbytes, access, kind, fd)
     except OSError as error:
         raise RegionError(
             f"cannot map {nbytes:,} bytes: {error.strerror}; free memory, or reserve huge pages if "
             "those were asked for"
         ) from error
-    for margin, end in ((start, address), (address + taken, start + room)):
-        if end > margin:
-            _libc.munmap(margin, end - margin)
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
     # Not at exit: threads of a mover may still be copying then, and the system takes it all back.
-    weakref.finalize(memory, _libc.munmap, address, taken).atexit = False
+    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
     return memory
 
 
-def _map(address: int | None, nbytes: int, kind: int, fd: int) -> int:
-    """Where the system put it. Room that is only taken, at no address in particular, is closed."""
-    access = 0 if address is None else mmap.PROT_READ | mmap.PROT_WRITE
+def _map(address: int | None, nbytes: int, access: int, kind: int, fd: int) -> int:
+    """Where the system put it."""
     found = _libc.mmap(address, nbytes, access, kind, fd, 0)
     if found == ctypes.c_void_p(-1).value:
         raise OSError(code := ctypes.get_errno(), os.strerror(code))
@@ -113,7 +112,8 @@ def _map(address: int | None, nbytes: int, kind: int, fd: int) -> int:
 def populate(address: int, nbytes: int, threads: int | None, huge_pages: HugePages | None) -> None:
     """Fault every page in, striped over memory nodes; a lack of memory is an error, not SIGBUS."""
     if huge_pages == "transparent":
-        _madvise(address, nbytes, mmap.MADV_HUGEPAGE)
+        # Not for the last, partial one: a file would get a whole one.
+        _madvise(address, _whole(nbytes), mmap.MADV_HUGEPAGE)
     count = min(8, os.cpu_count() or 1) if threads is None else threads
     if count < 1:
         return
@@ -176,18 +176,21 @@ def _populate_part(
 
 
 def _populate_huge(address: int, nbytes: int) -> int:
-    """Touch a page of each huge one and have it collapsed: several times as fast as touching all.
+    """Touch a page of each huge one, have them collapsed, and populate what that left out.
 
-    From the first one that the system has no huge page for, the slice gets small ones.
+    The system collapses what it has huge pages for. One that does not know the call, or whose huge
+    pages are larger than ours, does nothing, and all pages are small.
     """
-    at, end = address, address + nbytes
-    while end - at >= HUGE_PAGE:
+    whole = _whole(nbytes)
+    for at in range(address, address + whole, HUGE_PAGE):
         if code := _populate_slice(at, PAGE):
             return code
-        if _madvise(at, HUGE_PAGE, _MADV_COLLAPSE):
-            break
-        at += HUGE_PAGE
-    return _populate_slice(at, end - at) if at < end else 0
+    _madvise(address, whole, _MADV_COLLAPSE)
+    return _populate_slice(address, nbytes)
+
+
+def _whole(nbytes: int) -> int:
+    return nbytes // HUGE_PAGE * HUGE_PAGE
 
 
 def _populate_slice(address: int, nbytes: int) -> int:

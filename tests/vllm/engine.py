@@ -81,7 +81,7 @@ class Bench:
             # A group, to be killed whole, but no session: Linux shares processors out by session,
             # and engine processes that yield in a loop can starve another session's for minutes,
             # the object store's among them.
-            process_group=0,
+            preexec_fn=os.setpgrp,
         )
 
     def run(self, model: Path, *, timeout: float = 300, fails: bool = False, **task: Any) -> Life:

@@ -32,6 +32,9 @@ ENVIRONMENT = {
 BASE = "The quick brown fox jumps over the lazy dog and then some more text follows. " * 4
 PROMPTS = [BASE + "first", "ZYX " + BASE[:240], "second request: " + BASE[10:260]]
 
+#: Where the engine's releases keep jobs that have not ended.
+JOBS = ("_jobs", "_transfer_jobs")
+
 
 def main(task: dict[str, Any]) -> None:
     os.environ.update({key: os.environ.get(key, value) for key, value in ENVIRONMENT.items()})
@@ -81,7 +84,7 @@ def main(task: dict[str, Any]) -> None:
             llm.wake_up()
     # An engine that ends while a tier still writes takes the memory that the tier reads.
     settled = time.monotonic() + 120
-    while any(value for name, value in read(llm).items() if "_active_" in name):
+    while busy(llm):
         if time.monotonic() > settled:
             raise TimeoutError("the tiers have not finished after 120 s")
         llm.llm_engine.step()
@@ -96,6 +99,15 @@ def main(task: dict[str, Any]) -> None:
     if task.get("exit_at_once"):
         llm.llm_engine.engine_core.shutdown()
         os._exit(0)
+
+
+def busy(llm: Any) -> bool:
+    """Whether a job of the connector or of a tier is on its way, and steps still move it on."""
+    core = llm.llm_engine.engine_core.engine_core.scheduler
+    connector = getattr(core.connector, "connector_scheduler", None)
+    manager = getattr(connector, "manager", None)
+    jobs = [getattr(part, name, None) for part in (connector, manager) for name in JOBS]
+    return any(jobs) and bool(core.has_requests())
 
 
 def read(llm: Any) -> dict[str, float]:

@@ -130,7 +130,7 @@ def _limits() -> dict[str, Any]:
     }
     if os.path.isdir("/dev/shm"):
         found["shared memory free"] = shutil.disk_usage("/dev/shm").free
-    found["huge pages free"] = _meminfo("HugePages_Free")
+    found["reserved huge pages free"] = _meminfo("HugePages_Free")
     return found
 
 
