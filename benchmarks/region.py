@@ -1,4 +1,4 @@
-"""Faulting a region's memory in: huge pages, page by page collapsed, against small ones.
+"""Faulting a region's memory in: huge pages, collapsed from a touched page each, or small ones.
 
 Every page is there and zero before anything is timed; contenders take turns. Where no huge page is
 free, the system moves small pages out of the way first: the greatest of the spread shows it.

@@ -101,12 +101,15 @@ def drop_from_cache(folder: str) -> None:
             os.close(fd)
 
 
-def throughput(report: Report, folder: str, mib: int, chunk_mib: int, rounds: int) -> None:
+def throughput(
+    report: Report, folder: str, mib: int, chunk_mib: int, rounds: int, small: bool
+) -> None:
     identity = identity_of(chunk_mib, 32)
     chunk = identity.chunks["0"].payload_bytes
     count = mib // chunk_mib
 
-    with Region.create([Section("0", count, chunk)], huge_pages="transparent") as region:
+    pages = None if small else "transparent"
+    with Region.create([Section("0", count, chunk)], huge_pages=pages) as region:
         rows = [region.row("0", i) for i in range(count)]
         seed = np.random.default_rng(0)
         for row in rows:
@@ -216,6 +219,9 @@ def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--mib", type=int, default=512, help="bytes per round")
     arguments.add_argument("--path", help="directory on the disk to measure (default: temporary)")
+    arguments.add_argument(
+        "--small-pages", action="store_true", help="rows on pages of 4 KiB, or the system's"
+    )
     asked = arguments.parse_args()
     report = Report(asked.json)
     folder = tempfile.mkdtemp(prefix="vkvmap-bench-", dir=asked.path)
@@ -223,7 +229,7 @@ def main() -> None:
         lookups(report, folder, asked.rounds)
         digests(report, asked.rounds)
         for chunk_mib in (1, 8, 32):
-            throughput(report, f"{folder}", asked.mib, chunk_mib, asked.rounds)
+            throughput(report, f"{folder}", asked.mib, chunk_mib, asked.rounds, asked.small_pages)
             for name in ("store", "plain buffered", "plain direct"):
                 shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
     finally:

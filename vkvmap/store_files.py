@@ -8,9 +8,8 @@ cache, a second copy in the page cache would only take memory from it. Header an
 partial page go through a page-aligned scratch buffer that each thread keeps.
 
 Where rows lie decides how fast that is: a disk that is given scattered small pages has little on
-its way at a time, and reads rows in huge pages, as those of regions are, more than twice as fast.
-Copying through a buffer in huge pages gains that for rows in small ones, but costs up to a
-fifth of the speed for rows in huge ones (chunks of 1 to 32 MiB, a virtual disk): there is none.
+its way at a time, and is faster with rows in huge pages, as those of regions are (docs/store.md).
+There is no buffer in huge pages for rows in small ones: the others would pay for the copy.
 """
 
 from __future__ import annotations

@@ -103,11 +103,11 @@ def main(task: dict[str, Any]) -> None:
 
 def busy(llm: Any) -> bool:
     """Whether a job of the connector or of a tier is on its way, and steps still move it on."""
-    core = llm.llm_engine.engine_core.engine_core.scheduler
-    connector = getattr(core.connector, "connector_scheduler", None)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    connector = getattr(scheduler.connector, "connector_scheduler", None)
     manager = getattr(connector, "manager", None)
     jobs = [getattr(part, name, None) for part in (connector, manager) for name in JOBS]
-    return any(jobs) and bool(core.has_requests())
+    return any(jobs) and bool(scheduler.has_requests())
 
 
 def read(llm: Any) -> dict[str, float]:
