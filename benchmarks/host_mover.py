@@ -1,10 +1,11 @@
 """The host mover against memcpy, and against what numpy and torch make of the same mapping.
 
 One rank of eight stores its pages into canonical rows eight times their size and loads them back:
-fragments of one head, eight heads apart; and, at 256 bytes, one rank that has all heads and keeps K
-and V apart, into rows of the universal family, where they lie together. Blocks are permuted, as an
-engine leaves them. Working sets are far beyond the last-level cache, every byte is compared before
-anything is timed, and contenders take turns within one process.
+fragments of one head, eight heads apart; at 64 bytes also with padded rows, which spread over the
+memory's channels; and, at 256 bytes, one rank that has all heads and keeps K and V apart, into rows
+of the universal family, where they lie together. Blocks are permuted, as an engine leaves them.
+Working sets are far beyond the last-level cache, every byte is compared before anything is timed,
+and contenders take turns within one process.
 
 ``memcpy`` copies as many bytes with as many threads, contiguously, between the same two memories.
 numpy and torch are given the same block lists, each in every way it offers; the fastest counts.
@@ -50,6 +51,7 @@ GOALS = {
     "load": {64: 0.5, 128: 0.5, 256: 0.6, 512: 0.6, 1024: 0.6, 4096: 0.9},
 }
 LIBRARY_GOALS = {"store": 2.5, "load": 1.5}
+ROW_PADDING = 256
 GROWTH_MIB = (64, 256, 1024, 2048, 4096, 8192)
 
 
@@ -126,7 +128,13 @@ def aligned(shape: tuple[int, ...]) -> np.ndarray:
 
 @contextmanager
 def world(
-    fragment: int, nbytes: int, layers: int, engine: Engine, small: bool = False, tp: int = TP
+    fragment: int,
+    nbytes: int,
+    layers: int,
+    engine: Engine,
+    small: bool = False,
+    tp: int = TP,
+    padding: int = 0,
 ) -> Iterator[World]:
     heads = TP // tp
     page = 2 * BLOCK_SIZE * heads * fragment
@@ -147,7 +155,7 @@ def world(
         family="universal" if tp == 1 else "native",
         strict=True,
     )
-    sections = sections_for(mappings, BLOCK_SIZE, count)
+    sections = sections_for(mappings, BLOCK_SIZE, count, row_padding=padding)
     with Region.create(sections, huge_pages=None if small else "transparent") as region:
         with TransferPlan(mappings, views, region, engine=engine) as plan:
             blocks = np.random.default_rng(0).permutation(count).astype(np.int64)
@@ -251,15 +259,34 @@ def libraries(world: World, threads: int, store: bool) -> dict[str, Callable[[],
     }
 
 
+@dataclass(frozen=True)
+class Case:
+    """Fragments of so many bytes, by one of `tp` ranks, into rows with so much padding."""
+
+    fragment: int
+    tp: int = TP
+    padding: int = 0
+
+    def __str__(self) -> str:
+        family = "" if self.tp == TP else ", universal"
+        return f"{self.fragment} B{family}" + (", padded rows" if self.padding else "")
+
+
+def cases(fragments: list[int]) -> list[Case]:
+    every = [Case(fragment) for fragment in fragments]
+    every += [Case(64, padding=ROW_PADDING)] if 64 in fragments else []
+    every += [Case(256, tp=1)] if 256 in fragments else []
+    return every
+
+
 def against_memcpy(report: Report, options: Any, threads: int) -> bool:
     met = True
     engine = Engine(threads)
     with ThreadPoolExecutor(threads) as pool:
-        cases = [(fragment, TP) for fragment in options.fragments]
-        cases += [(fragment, 1) for fragment in options.fragments if fragment == 256]
-        for fragment, tp in cases:
-            size = options.mib * MIB
-            with world(fragment, size, options.layers, engine, options.small_pages, tp) as here:
+        for case in cases(options.fragments):
+            fragment, tp, padding = case.fragment, case.tp, case.padding
+            size, small = options.mib * MIB, options.small_pages
+            with world(fragment, size, options.layers, engine, small, tp, padding) as here:
                 here.verify()
                 for direction in ("store", "load"):
                     store = direction == "store"
@@ -267,10 +294,10 @@ def against_memcpy(report: Report, options: Any, threads: int) -> bool:
                         "memcpy": lambda store=store: memcpy(pool, threads, here, store),
                         "mover": here.store if store else here.load,
                     }
-                    if fragment == 256 and tp == TP:
+                    if case == Case(256):
                         contenders |= libraries(here, threads, store)
                     taken = interleaved(contenders, rounds=options.rounds)
-                    met &= tell(report, here, direction, fragment, threads, taken)
+                    met &= tell(report, here, direction, case, threads, taken)
     engine.shutdown()
     return met
 
@@ -279,18 +306,17 @@ def tell(
     report: Report,
     here: World,
     direction: str,
-    fragment: int,
+    case: Case,
     threads: int,
     taken: dict[str, Samples],
 ) -> bool:
     least, middle, greatest = spread(taken["memcpy"], taken["mover"])
-    goal = GOALS[direction].get(fragment, 0.0)
+    goal = GOALS[direction].get(case.fragment, 0.0)
     speed = here.nbytes / taken["mover"].median / 1e9
     base = here.nbytes / taken["memcpy"].median / 1e9
     verdict = "" if middle >= goal else f"  SHORT of {goal:g}"
-    what = f"{fragment} B" if here.tp == TP else f"{fragment} B, universal"
     report.add(
-        Result(f"{direction}, {what}, {threads} thread(s)", speed, "GB/s", base, middle),
+        Result(f"{direction}, {case}, {threads} thread(s)", speed, "GB/s", base, middle),
         f"of memcpy's {base:.1f} GB/s ({least:.2f}-{greatest:.2f}){verdict}",
     )
     met = middle >= goal
@@ -307,7 +333,7 @@ def tell(
         base = here.nbytes / rest[best].median / 1e9
         enough = in_order or middle >= LIBRARY_GOALS[direction]
         met &= enough
-        name = f"{direction}, {fragment} B, {threads} thread(s), against {best}"
+        name = f"{direction}, {case}, {threads} thread(s), against {best}"
         report.add(
             Result(name, speed, "GB/s", base, middle),
             f"of its {base:.1f} GB/s ({least:.2f}-{greatest:.2f})" + ("" if enough else "  SHORT"),

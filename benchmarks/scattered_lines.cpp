@@ -1,11 +1,14 @@
-// The roof of a mover that scatters 64-byte fragments: what this machine's memory takes when single
-// lines are written far apart, without reading anything, against memcpy of as many bytes.
+// The roof of a mover that scatters 64-byte fragments: what this machine's memory takes when a rank of
+// eight writes one line in eight, against memcpy of as many bytes.
 //
 //   g++ -O3 -march=native -pthread -o /tmp/scattered_lines benchmarks/scattered_lines.cpp
 //   /tmp/scattered_lines THREADS
 //
-// Needs AVX-512. A rank of eight with fragments of 64 bytes writes one line in eight. Memory is asked
-// for in huge pages, so that address translation costs nothing.
+// Where canonical rows are whole memory pages apart, all of one rank's lines agree in bits 6 to 8 of their
+// addresses, and memory takes them at a third of its rate, however many threads write. Lines of rows that
+// each start 256 bytes further do not agree in them.
+//
+// Needs AVX-512. Memory is asked for in huge pages, so that address translation costs nothing.
 #include <immintrin.h>
 #include <sys/mman.h>
 
@@ -22,7 +25,10 @@
 namespace {
 
 constexpr size_t kLine = 64;
-constexpr size_t kStride = 8 * kLine;
+constexpr size_t kRanks = 8;
+constexpr size_t kLinesPerRow = 32;  // of one rank: K and V of 16 tokens
+constexpr size_t kRow = kLinesPerRow * kRanks * kLine;
+constexpr size_t kPadding = 256;
 constexpr size_t kBytes = size_t{256} << 20;
 constexpr int kRounds = 9;
 
@@ -50,22 +56,37 @@ int main(int count, char** arguments) {
   }
   uint8_t* source = memory(kBytes);
   uint8_t* dense = memory(kBytes);
-  uint8_t* sparse = memory(kBytes / kLine * kStride);
+  constexpr size_t kRows = kBytes / kLine / kLinesPerRow;
+  uint8_t* sparse = memory(kRows * (kRow + kPadding));
   auto stream = [](uint8_t* at, __m512i value) {
     _mm512_stream_si512(reinterpret_cast<__m512i*>(at), value);
   };
   const __m512i value = _mm512_set1_epi8(3);
-  // Each thread has lines [first, last).
-  auto on_threads = [&](const std::function<void(size_t, size_t)>& work) {
+  // Each thread has rows [first, last).
+  auto on_threads = [&](const std::function<void(size_t, size_t, size_t)>& work) {
     return [=] {
       std::vector<std::thread> others;
-      const size_t lines = kBytes / kLine;
-      for (int t = 1; t < threads; ++t) {
-        others.emplace_back(work, lines * t / threads, lines * (t + 1) / threads);
+      const size_t n = static_cast<size_t>(threads);
+      for (size_t t = 1; t < n; ++t) {
+        others.emplace_back(work, kRows * t / n, kRows * (t + 1) / n, t);
       }
-      work(0, lines / threads);
+      work(0, kRows / n, 0);
       for (std::thread& other : others) other.join();
     };
+  };
+  // Calls `put` with where each line of `rank` goes, and where it comes from.
+  auto scatter = [&](size_t first, size_t last, size_t rank, size_t padding, auto put) {
+    for (size_t row = first; row < last; ++row) {
+      uint8_t* to = sparse + row * (kRow + padding) + rank * kLine;
+      const uint8_t* from = source + row * kLinesPerRow * kLine;
+      for (size_t i = 0; i < kLinesPerRow; ++i) put(to + i * kRanks * kLine, from + i * kLine);
+    }
+    _mm_sfence();
+  };
+  auto write = [=](uint8_t* to, const uint8_t*) { stream(to, value); };
+  auto copy = [=](uint8_t* to, const uint8_t* from) {
+    _mm_prefetch(reinterpret_cast<const char*>(from + 2048), _MM_HINT_NTA);
+    stream(to, _mm512_load_si512(from));
   };
   struct Contender {
     const char* name;
@@ -73,25 +94,34 @@ int main(int count, char** arguments) {
     std::vector<double> taken;
   };
   std::vector<Contender> contenders{
-      {"memcpy", on_threads([&](size_t first, size_t last) {
-         std::memcpy(dense + first * kLine, source + first * kLine, (last - first) * kLine);
+      {"memcpy", on_threads([&](size_t first, size_t last, size_t) {
+         constexpr size_t kPage = kLinesPerRow * kLine;
+         std::memcpy(dense + first * kPage, source + first * kPage, (last - first) * kPage);
        }),
        {}},
-      {"single lines written, nothing read", on_threads([&](size_t first, size_t last) {
-         for (size_t i = first; i < last; ++i) stream(sparse + i * kStride, value);
-         _mm_sfence();
+      {"lines written, nothing read", on_threads([&](size_t first, size_t last, size_t) {
+         scatter(first, last, 3, 0, write);
        }),
        {}},
-      {"single lines written through the caches", on_threads([&](size_t first, size_t last) {
-         for (size_t i = first; i < last; ++i) _mm512_store_si512(sparse + i * kStride, value);
+      {"lines written through the caches", on_threads([&](size_t first, size_t last, size_t) {
+         scatter(first, last, 3, 0,
+                 [=](uint8_t* to, const uint8_t*) { _mm512_store_si512(to, value); });
        }),
        {}},
-      {"single lines copied", on_threads([&](size_t first, size_t last) {
-         for (size_t i = first; i < last; ++i) {
-           _mm_prefetch(reinterpret_cast<const char*>(source + i * kLine + 2048), _MM_HINT_NTA);
-           stream(sparse + i * kStride, _mm512_load_si512(source + i * kLine));
-         }
-         _mm_sfence();
+      {"lines copied", on_threads([&](size_t first, size_t last, size_t) {
+         scatter(first, last, 3, 0, copy);
+       }),
+       {}},
+      {"lines written, padded rows", on_threads([&](size_t first, size_t last, size_t) {
+         scatter(first, last, 3, kPadding, write);
+       }),
+       {}},
+      {"lines copied, padded rows", on_threads([&](size_t first, size_t last, size_t) {
+         scatter(first, last, 3, kPadding, copy);
+       }),
+       {}},
+      {"lines copied, a rank per thread", on_threads([&](size_t first, size_t last, size_t thread) {
+         scatter(first, last, (3 + 2 * thread) % kRanks, 0, copy);
        }),
        {}},
   };

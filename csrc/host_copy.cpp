@@ -19,6 +19,10 @@ inline void prefetch_line(uintptr_t address) {
   __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 0);
 }
 
+inline void prefetch_to_keep(uintptr_t address) {
+  __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 3);
+}
+
 #if defined(__x86_64__)
 
 #define VKVMAP_ISA sse2

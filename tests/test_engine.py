@@ -531,7 +531,7 @@ def test_threads_of_the_caller_go_on_while_one_waits(engine: Engine) -> None:
     world = heads()
     engine.stall()
     job = submit(engine, world, STORE, [0], [0])
-    waiter = threading.Thread(target=job.wait)
+    waiter = threading.Thread(target=job.wait, daemon=True)
     waiter.start()
     assert sum(range(1000)) == 499500
     engine.resume()

@@ -119,7 +119,7 @@ def test_of_two_descriptors_that_a_server_sends_none_stays_open():
         peer.sendmsg([b"vkvmap region 1\n"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
         peer.close()
 
-    thread = threading.Thread(target=answer)
+    thread = threading.Thread(target=answer, daemon=True)
     thread.start()
     os.close(receive_descriptor("@vkvmap-two", 5.0))
     thread.join()

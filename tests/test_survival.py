@@ -229,7 +229,7 @@ def test_two_plans_in_two_threads_do_not_meet() -> None:
                     if not np.all(storage[(turn + 1) % 4] == (value + turn) % 256):
                         failures.append(f"plan {value}, turn {turn}")
 
-    threads = [threading.Thread(target=move, args=(value,)) for value in (10, 100, 200)]
+    threads = [threading.Thread(target=move, args=(n,), daemon=True) for n in (10, 100, 200)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -29,6 +29,7 @@ from vkvmap import (
     derive_canonical_mappings,
 )
 from vkvmap.errors import PlanError, RefusedError, RegionError, StalePlanError
+from vkvmap.region import Section
 from vkvmap.sections import sections_for
 from vkvmap.transfer import Engine, Job
 
@@ -109,20 +110,19 @@ def test_store_under_one_configuration_and_load_under_another(
     payload = writer.spec.canonical_bytes(tokens)
     pad, offset = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 16))
     policy = data.draw(st.sampled_from(["turns", "first", "split"]))
-    with Region.create(_sections(payload), backing="private") as region:
+    padding = data.draw(st.sampled_from([0, 1, 64, 256]))
+    sections = [Section("0", ROWS, payload, payload + padding)]
+    with Region.create(sections, backing="private") as region:
         region.view[:] = POISON
         for rank in range(writer.grid.size):
             _store(writer, rank, region, tokens, truths, pad, offset, policy)
         for row, truth in enumerate(truths):
             assert np.array_equal(region.row("0", row), oracle.universal(truth))
+        start, end = region.section("0").offset, region.section("0").offset + sections[0].nbytes
+        between = region.view[start:end].reshape(ROWS, -1)[:, payload:]
+        assert (between == POISON).all()
         for rank in range(reader.grid.size):
             _load(reader, rank, region, tokens, truths, pad, offset)
-
-
-def _sections(payload: int):  # type: ignore[no-untyped-def]
-    from vkvmap.region import Section
-
-    return [Section("0", ROWS, payload)]
 
 
 def _pairs(world: World, tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -221,6 +221,40 @@ def test_groups_move_with_their_own_blocks_and_opaque_state_in_private_rows() ->
     assert np.array_equal(arrays["b"][1], saved["b"][5])
     assert np.array_equal(arrays["s"][4], saved["s"][2])
     assert not arrays["w"].any() and not arrays["a"][[0, 2, 3, 4, 5]].any()
+
+
+def test_canonical_rows_are_padded_on_demand_and_private_ones_are_not() -> None:
+    table, caches, arrays = hybrid()
+    mappings = derive_canonical_mappings(table, caches, RankGrid(), 0)
+
+    def strides(**options) -> dict[str, int]:  # type: ignore[no-untyped-def]
+        return {s.name: s.stride for s in sections_for(mappings, TOKENS, 4, **options)}
+
+    assert strides() == {"full": 1024, "window": 512, "state/private": 128}
+    padded = {"full": 1280, "window": 768, "state/private": 128}
+    assert strides(row_padding=256) == padded
+    assert strides(row_padding={"window": np.int64(128)}) == strides() | {"window": 640}
+    sections = sections_for(mappings, TOKENS, 4, row_padding=256)
+    with Region.create(sections, backing="private") as region:
+        region.view[:] = POISON
+        with TransferPlan(mappings, caches, region, chunk_tokens=TOKENS) as plan:
+            plan.store({"full": ([5, 0, 1], [2, 3, 4])}).check()
+        page = arrays["a"][0].size
+        rows = region.rows("full")
+        assert np.array_equal(rows[1][:page], arrays["a"][5].reshape(-1))
+        assert np.array_equal(rows[1][-page:], arrays["b"][0].reshape(-1))
+        assert np.array_equal(rows[2][2 * page : 3 * page], arrays["b"][1].reshape(-1))
+        start = region.section("full").offset
+        every = region.view[start : start + 4 * 1280].reshape(4, 1280)
+        assert (every[:, 1024:] == POISON).all() and (every[[0, 3]] == POISON).all()
+
+
+@pytest.mark.parametrize("padding", [-128, 64, 100, 4.0, "256", None, True])
+def test_rows_are_not_padded_by_what_would_let_two_share_a_line(padding: object) -> None:
+    table, caches, _ = hybrid()
+    mappings = derive_canonical_mappings(table, caches, RankGrid(), 0)
+    with pytest.raises(PlanError, match=r"group 'full'.*row_padding"):
+        sections_for(mappings, TOKENS, 4, row_padding=padding)  # type: ignore[arg-type]
 
 
 def test_a_range_of_layers_can_be_loaded_alone_with_progress() -> None:

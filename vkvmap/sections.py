@@ -7,11 +7,13 @@ they get rows of their own, which hold every rank's bytes and mean nothing to an
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from vkvmap.chunk import ChunkLayout, number_for
 from vkvmap.errors import PlanError, SpecError
 from vkvmap.mapping import Mappings
 from vkvmap.region import Section
+from vkvmap.region_sections import LINE
 
 
 def private_section(group: str) -> str:
@@ -59,12 +61,24 @@ def pages_per_chunk(mappings: Mappings, chunk_tokens: int | Mapping[str, int]) -
 
 
 def sections_for(
-    mappings: Mappings, chunk_tokens: int | Mapping[str, int], num_chunks: int | Mapping[str, int]
+    mappings: Mappings,
+    chunk_tokens: int | Mapping[str, int],
+    num_chunks: int | Mapping[str, int],
+    *,
+    row_padding: int | Mapping[str, int] = 0,
 ) -> list[Section]:
     """The sections that a region needs for these mappings; the same on every rank of the group.
 
     One section of canonical rows per group, as long under every configuration, and one of private
     rows for each group with opaque layers.
+
+    `row_padding`: bytes left free after every canonical row, a multiple of 128; one number, or one
+    per group. Without it rows are whole memory pages apart, so that files are read straight into
+    them; but then one head's lines lie on the same few of the memory's channels, and a rank that
+    works alone with fragments of 64 bytes is bound by those. 256 spreads them
+    (docs/performance.md); files then go through the system's page cache.
+
+    Raises PlanError as `pages_per_chunk` does, and for a padding that is no such number.
     """
     pages = pages_per_chunk(mappings, chunk_tokens)
     chunks = ChunkLayout.of(mappings.layers, chunk_tokens)
@@ -73,11 +87,23 @@ def sections_for(
     for group in mappings.layers.groups:
         count = _number(num_chunks, group, "num_chunks")
         if chunks[group].payload_bytes:
-            sections.append(Section(group, count, chunks[group].payload_bytes))
+            section = Section(group, count, chunks[group].payload_bytes)
+            stride = section.stride + _padding(row_padding, group)
+            sections.append(replace(section, row_stride=stride))
         if group in private:
             payload = private[group][1]
             sections.append(Section(private_section(group), count, payload, private=True))
     return sections
+
+
+def _padding(told: int | Mapping[str, int], group: str) -> int:
+    padding = _number(told, group, "row_padding")
+    if padding < 0 or padding % LINE:
+        raise PlanError(
+            f"group {group!r}: row_padding={padding}; rows start on multiples of {LINE} bytes, so "
+            f"that no two share a line: give 0 or a multiple of {LINE}"
+        )
+    return padding
 
 
 def _number(told: int | Mapping[str, int], group: str, what: str) -> int:

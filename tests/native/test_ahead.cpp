@@ -12,6 +12,7 @@ namespace {
 constexpr size_t kLine = 64;
 std::vector<uintptr_t> asked;
 inline void prefetch_line(uintptr_t address) { asked.push_back(address); }
+inline void prefetch_to_keep(uintptr_t address) { asked.push_back(address); }
 
 // The kernels themselves, with prefetches that are written down.
 #define VKVMAP_ISA written_down

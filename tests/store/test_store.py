@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -75,8 +76,12 @@ def test_what_is_put_comes_back_after_reopening(path, direct, sync):
     assert fsck(path).clean
 
 
-def test_chunks_move_straight_between_rows_and_files(path):
-    sections = [Section("full", 8, FULL), Section("latent", 8, LATENT)]
+@pytest.mark.parametrize("padding", [0, 256])  # with it, few rows can be moved directly
+def test_chunks_move_straight_between_rows_and_files(path, padding):
+    sections = [
+        Section(name, 8, size, -(-size // 4096) * 4096 + padding)
+        for name, size in (("full", FULL), ("latent", LATENT))
+    ]
     with Region.create(sections) as region, CanonicalStore(path, IDENTITY, region=region) as store:
         keys = [key_of(number) for number in range(4)]
         for index, key in enumerate(keys):
@@ -387,7 +392,7 @@ def test_the_directory_never_exceeds_its_capacity(path):
     looking = Space(path, FileSystem())
 
     def watch() -> None:
-        while not stop.is_set():
+        while not stop.wait(0.001):  # the lock is not fair: who takes it again at once has it alone
             with looking.locked():  # files change names meanwhile
                 worst[0] = max(worst[0], taken(path))
 
@@ -395,7 +400,7 @@ def test_the_directory_never_exceeds_its_capacity(path):
         CanonicalStore(path, IDENTITY, capacity=capacity, sync="none") as store,
         CanonicalStore(path, small_identity(salt="x"), capacity=capacity, sync="none") as other,
     ):
-        watcher = threading.Thread(target=watch)
+        watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         for round_ in range(10):
             outcomes = put(store, range(round_ * 20, round_ * 20 + 20))
@@ -700,7 +705,8 @@ def test_a_full_queue_says_busy_instead_of_growing(path):
         first = store.try_get(keys, "full", rows)
         assert first is not None and not first.done() and not first.wait(0.05)
         assert store.try_get(keys[:1], "full", rows[:1]) is None
-        waiting = threading.Thread(target=lambda: store.get(keys[:1], "full", [aligned(FULL)]))
+        one_more = partial(store.get, keys[:1], "full", [aligned(FULL)])
+        waiting = threading.Thread(target=one_more, daemon=True)
         waiting.start()
         waiting.join(0.1)
         assert waiting.is_alive()
