@@ -16,6 +16,7 @@ Not measured: several sockets (NUMA), and other processes that use the memory at
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,7 @@ from vkvmap.transfer import Engine
 
 TP, RANK, BLOCK_SIZE = 8, 3, 16
 MIB = 1 << 20
+HUGE = 2 * MIB
 #: Fragment bytes -> least ratio to memcpy, per direction.
 GOALS = {
     "store": {64: 0.75, 128: 1.0, 256: 1.0, 512: 1.0, 1024: 1.0, 4096: 1.0},
@@ -118,12 +120,17 @@ class World:
             assert np.array_equal(cache, before)
 
 
-def aligned(shape: tuple[int, ...]) -> np.ndarray:
-    """Zeros that begin on a page, as an engine's allocator gives them; numpy's begin anywhere."""
-    nbytes = int(np.prod(shape))
-    room = np.zeros(nbytes + 4096, np.uint8)
-    start = -room.ctypes.data % 4096
-    return room[start : start + nbytes].reshape(shape)
+def cache_memory(layers: int, nbytes: int, small: bool) -> list[np.ndarray]:
+    """Room for each layer's cache, in one mapping: huge pages or small ones, whatever its size.
+
+    numpy asks for huge pages from 4 MiB on, which would make them depend on the number of layers.
+    """
+    each = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, layers * each + HUGE)
+    memory.madvise(mmap.MADV_NOHUGEPAGE if small else mmap.MADV_HUGEPAGE)
+    room = np.frombuffer(memory, np.uint8)
+    start = -room.ctypes.data % HUGE
+    return [room[start + layer * each :][:nbytes] for layer in range(layers)]
 
 
 @contextmanager
@@ -139,7 +146,8 @@ def world(
     heads = TP // tp
     page = 2 * BLOCK_SIZE * heads * fragment
     count = max(1, nbytes // (page * layers))
-    caches = [aligned((count, 2, BLOCK_SIZE, heads, fragment)) for _ in range(layers)]
+    shape = (count, 2, BLOCK_SIZE, heads, fragment)
+    caches = [room.reshape(shape) for room in cache_memory(layers, count * page, small)]
     names = [f"model.layers.{index}" for index in range(layers)]
     spec = LayerSpec.attention(names[0], num_kv_heads=TP, head_size=fragment, dtype="uint8")
     table = LayerTable([spec.renamed(name) for name in names])
@@ -272,10 +280,12 @@ class Case:
         return f"{self.fragment} B{family}" + (", padded rows" if self.padding else "")
 
 
-def cases(fragments: list[int]) -> list[Case]:
-    every = [Case(fragment) for fragment in fragments]
-    every += [Case(64, padding=ROW_PADDING)] if 64 in fragments else []
-    every += [Case(256, tp=1)] if 256 in fragments else []
+def cases(fragments: list[int], padding: int) -> list[Case]:
+    every = [Case(fragment, padding=padding) for fragment in fragments]
+    if 64 in fragments and not padding:
+        every.append(Case(64, padding=ROW_PADDING))
+    if 256 in fragments:
+        every.append(Case(256, tp=1, padding=padding))
     return every
 
 
@@ -283,7 +293,7 @@ def against_memcpy(report: Report, options: Any, threads: int) -> bool:
     met = True
     engine = Engine(threads)
     with ThreadPoolExecutor(threads) as pool:
-        for case in cases(options.fragments):
+        for case in cases(options.fragments, options.row_padding):
             fragment, tp, padding = case.fragment, case.tp, case.padding
             size, small = options.mib * MIB, options.small_pages
             with world(fragment, size, options.layers, engine, small, tp, padding) as here:
@@ -360,7 +370,7 @@ def growth(report: Report, options: Any) -> bool:
         for direction in ("store", "load"):
             first = None
             for size, layers in points:
-                with world(256, size * MIB, layers, engine, tp=1) as here:
+                with world(256, size * MIB, layers, engine, options.small_pages, tp=1) as here:
                     for cache in here.caches:
                         cache.fill(7)  # untouched memory is one page of zeros, read from a cache
                     here.store()
@@ -433,7 +443,10 @@ def main() -> int:
         "--fragments", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 4096]
     )
     options_parser.add_argument(
-        "--small-pages", action="store_true", help="region on pages of 4 KiB, or the system's"
+        "--small-pages", action="store_true", help="everything in pages of 4 KiB"
+    )
+    options_parser.add_argument(
+        "--row-padding", type=int, default=0, metavar="BYTES", help="of all rows (%(default)s)"
     )
     options_parser.add_argument("--growth", action="store_true", help="cost per byte as it grows")
     options_parser.add_argument(

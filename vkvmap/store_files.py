@@ -24,7 +24,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vkvmap.format import ALIGNMENT, ChunkFormat, DamagedError, Header, header_length
+from vkvmap.format import (
+    ALIGNMENT,
+    MOST_HEADER_BYTES,
+    ChunkFormat,
+    DamagedError,
+    Header,
+    header_length,
+)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -47,6 +54,10 @@ class FileSystem:
     def readv(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
         """Read at `offset`; how many bytes were read, 0 at the end."""
         return os.preadv(fd, buffers, offset)
+
+    def size(self, fd: int) -> int:
+        """Bytes of the file."""
+        return os.fstat(fd).st_size
 
     def sync(self, fd: int) -> None:
         """Return once the file's bytes are on the medium."""
@@ -126,31 +137,40 @@ class ChunkFiles:
             DamagedError, ForeignError: what was read is not to be used.
             OSError: it could not be read; that says nothing about the file.
         """
-        main = payload.nbytes // ALIGNMENT * ALIGNMENT
-        tail = chunk.padded_payload_bytes - main
-        expected = chunk.header_bytes
-        scratch = self._buffer(expected + tail)
-        pieces = [scratch[:expected], payload.data[:main], scratch[expected:][:tail]]
-        got = self._all(self.files.readv, fd, pieces, 0)
-        if got < expected:
-            raise DamagedError(f"{got} of {expected} header bytes")
-        length = header_length(scratch)
-        if length != expected:  # it carries end-to-end digests: everything lies further back
-            longer = bytearray(length)
-            buffer = self._buffer(length + tail)
-            pieces = [buffer[:length], payload.data[:main], buffer[length:][:tail]]
-            got = self._all(self.files.readv, fd, pieces, 0)
-            longer[:] = buffer[:length]
-            header = chunk.read_header(bytes(longer), key)
-            scratch = buffer
-        else:
-            header = chunk.read_header(scratch[:expected], key)
+        length = self._likely_header_bytes(fd, chunk)
+        got, scratch = self._read_at(fd, length, chunk, payload)
+        if got < chunk.header_bytes:
+            raise DamagedError(f"{got} of {chunk.header_bytes} header bytes")
+        stated = header_length(scratch)
+        if stated != length:  # the file is longer or shorter than it should be
+            length = stated
+            got, scratch = self._read_at(fd, length, chunk, payload)
+        header = chunk.read_header(bytes(scratch[:length]), key)
         if got < length + payload.nbytes:
             raise DamagedError(f"{max(0, got - length)} of {payload.nbytes} payload bytes")
-        if tail:
-            payload[main:] = np.frombuffer(scratch, np.uint8)[length:][: payload.nbytes - main]
+        main = payload.nbytes // ALIGNMENT * ALIGNMENT
+        payload[main:] = np.frombuffer(scratch, np.uint8)[length:][: payload.nbytes - main]
         chunk.verify(header, payload)
         return header
+
+    def _likely_header_bytes(self, fd: int, chunk: ChunkFormat) -> int:
+        """What the file's size leaves for the header, which may carry end-to-end digests."""
+        rest = self.files.size(fd) - chunk.padded_payload_bytes
+        likely = chunk.header_bytes <= rest <= MOST_HEADER_BYTES and rest % ALIGNMENT == 0
+        return rest if likely else chunk.header_bytes
+
+    def _read_at(
+        self, fd: int, header_bytes: int, chunk: ChunkFormat, payload: Bytes
+    ) -> tuple[int, memoryview]:
+        """Read header and payload; how many bytes came, and the scratch buffer with the header.
+
+        Whole pages of the payload go to their place, what is left of it behind the header.
+        """
+        main = payload.nbytes // ALIGNMENT * ALIGNMENT
+        tail = chunk.padded_payload_bytes - main
+        scratch = self._buffer(header_bytes + tail)
+        pieces = [scratch[:header_bytes], payload.data[:main], scratch[header_bytes:][:tail]]
+        return self._all(self.files.readv, fd, pieces, 0), scratch
 
     def read_layers(
         self, fd: int, chunk: ChunkFormat, key: bytes, payload: Bytes, layers: frozenset[str]
