@@ -8,6 +8,7 @@ the work differs from what happens without it.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ CONVERT = {
     "--config": Row("--config tp=4", "--config tp=2,blok=1", "nearest right value: block"),
     "--pages": Row("--pages {tmp}/elsewhere", "--pages {config}", "is a file"),
     "--store": Row("--store {tmp}/other", "--store {config}", "is a file"),
+    "--parts": Row("--parts pp=2", "--parts tp=2,pp=2", "give pp alone"),
     **LAYOUT,
     "--pcp-mode": Row(
         "--pcp-mode replicates", "--pcp-mode none", "not one of", "--config tp=2,pcp=2"
@@ -337,7 +339,8 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def convert(files: Any, store: Any, *, batch_bytes: int, progress: Any) -> Converted:
         seen.append(
-            f"{files.identity.json} {files.configuration} {files.root} {store.path} {batch_bytes}"
+            f"{files.identity.json} {files.configuration} {files.root} {store.path} {batch_bytes} "
+            f"{sorted(os.listdir(store.path))}"  # the formats that the store knows
         )
         return Converted(chunks=1)
 

@@ -288,6 +288,32 @@ def test_pages_of_one_configuration_become_pages_of_another_and_come_back(
     assert page_bytes(again) == page_bytes(one)
 
 
+def test_chunks_in_parts_are_filled_and_cut_as_whole_ones_are(
+    cli: Any, config: Path, store: Path, tmp_path: Path
+) -> None:
+    common = f"{config} --revision r --chunk-tokens 16"
+    identity = Identity(str(config), "r", from_hf_config(SMALL), 16)
+    size = identity.chunks["full"].payload_bytes
+    with CanonicalStore(store, identity) as opened:
+        rows = [np.random.default_rng(n).integers(0, 256, size, np.uint8) for n in range(3)]
+        assert opened.put([bytes([i]) * 32 for i in range(3)], "full", rows).wait(30)
+    one, two, parted = tmp_path / "one", tmp_path / "two", tmp_path / "parted"
+    assert cli(f"convert to-pages {common} --store {store} --pages {one} --config tp=2").code == 0
+    line = f"convert to-store {common} --store {parted} --pages {one} --config tp=2"
+    assert cli(f"{line} --parts pp=2").code == 0
+    back = f"convert to-pages {common} --store {parted} --pages {two} --config tp=2"
+    ran = cli(back)
+    assert ran.code == 1 and "nothing to convert" in ran.out
+    assert ran.out.count("a part of chunks that are stored in parts") == 2
+    ran = cli(f"{back} --json")
+    assert ran.code == 1 and len(ran.json["others"]) == 2 and not page_bytes(two)
+    ran = cli(f"{back} --parts pp=2 --json")
+    assert ran.code == 0 and ran.json["chunks"] == 3 and ran.json["others"] == {}
+    assert page_bytes(two) == page_bytes(one)
+    ran = cli(f"{back} --parts pp=3")
+    assert ran.code == 2 and "--parts" in ran.err and "the model has 2 layers" in ran.err
+
+
 def test_an_incomplete_chunk_is_skipped_and_said(cli: Any, config: Path, tmp_path: Path) -> None:
     pages, store = tmp_path / "pages", tmp_path / "fresh"
     line = f"convert to-store {config} --revision r --store {store} --pages {pages}"

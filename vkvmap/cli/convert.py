@@ -30,6 +30,7 @@ from vkvmap.cli.params import (
 )
 from vkvmap.convert import Converted, PageFiles, from_canonical, to_canonical
 from vkvmap.errors import FormatError, RefusedError, StoreError
+from vkvmap.spec import LayerTable
 from vkvmap.store import CanonicalStore
 
 _OPTIONS = options(
@@ -48,6 +49,11 @@ _OPTIONS = options(
         type=click.Path(file_okay=False, path_type=Path),
         required=True,
         help="Folder of the store.",
+    ),
+    click.option(
+        "--parts",
+        type=Spelled(),
+        help="The store keeps chunks in parts, one for each of these stages: pp=4 or pp=10+12+10.",
     ),
     identity_options,
     LAYOUT_OPTIONS,
@@ -90,6 +96,7 @@ def _convert(given: dict[str, Any], run: Callable[..., Converted]) -> int:
         "--config", given["config"], given["layout"], given["block_size"], given["pcp_mode"]
     )
     check_stages("--config", side, table)
+    parts = _parts(given["parts"], table)
     try:
         identity = stored_identity(
             model,
@@ -102,13 +109,17 @@ def _convert(given: dict[str, Any], run: Callable[..., Converted]) -> int:
             salt=given["salt"],
         )
         files = PageFiles(given["pages"], identity, side)
-        with CanonicalStore(given["store"], identity) as store, _bar(as_json) as progress:
+        with (
+            CanonicalStore(given["store"], identity, parts=parts) as store,
+            _bar(as_json) as progress,
+        ):
             done = run(files, store, batch_bytes=given["batch_mib"] << 20, progress=progress)
+            others = {} if done.chunks or done.skipped else store.neighbours()
     except (RefusedError, StoreError, FormatError) as error:
         return fail(str(error), EXIT_NO, as_json)
     whole = not done.skipped and done.chunks > 0
     if as_json:
-        emit_json({"identity": identity.name, "whole": whole, **asdict(done)})
+        emit_json({"identity": identity.name, "whole": whole, **asdict(done), "others": others})
         return 0 if whole else EXIT_NO
     out = console()
     text = f"{done.chunks:,} chunks, {size(done.nbytes)} converted, {len(done.skipped):,} skipped"
@@ -117,7 +128,23 @@ def _convert(given: dict[str, Any], run: Callable[..., Converted]) -> int:
     out.print(verdict(whole, text))
     for chunk, why in list(done.skipped.items())[:20]:
         out.print(f"  {chunk}: {why}", style="red")
+    for name, why in others.items():
+        out.print(f"  the store has chunks of {name[:12]}: {why}")
     return 0 if whole else EXIT_NO
+
+
+def _parts(text: str | None, table: LayerTable) -> tuple[tuple[str, ...], ...] | None:
+    """Layers of each part that a store keeps chunks in; None: they are whole."""
+    if text is None:
+        return None
+    stages = configuration("--parts", text, "packed_nhd", 16, "shards")
+    if stages.grid.size != 1:
+        raise click.BadParameter(
+            f"{text} divides tokens or heads too; parts are runs of layers: give pp alone",
+            param_hint="'--parts'",
+        )
+    check_stages("--parts", stages, table)
+    return stages.stage_layers(table)
 
 
 @contextmanager
