@@ -74,9 +74,9 @@ def sections_for(
 
     `row_padding`: bytes left free after every canonical row, a multiple of 128; one number, or one
     per group. Without it rows are whole memory pages apart, so that files are read straight into
-    them; but then one head's lines lie on the same few of the memory's channels, and a rank that
-    works alone with fragments of 64 bytes is bound by those. 256 spreads them
-    (docs/performance.md); files then go through the system's page cache.
+    them; but then one head's lines lie on the same few of the memory's channels, and fragments of
+    64 bytes are bound by those. 256 spreads them (docs/performance.md); files then go through the
+    system's page cache unless the device reaches memory at such addresses.
 
     Raises PlanError as `pages_per_chunk` does, and for a padding that is no such number.
     """

@@ -19,7 +19,7 @@ from vkvmap.ledger import Ledger
 from vkvmap.region import Region
 from vkvmap.store_base import ChunkStore
 from vkvmap.store_directory import Directory, Sync
-from vkvmap.store_files import ChunkFiles, FileSystem, direct_io_works
+from vkvmap.store_files import ChunkFiles, FileSystem, direct_alignment
 from vkvmap.store_job import StoreJob
 from vkvmap.store_listing import keys_below, saying
 from vkvmap.store_shelf import WitnessOf
@@ -88,8 +88,8 @@ class CanonicalStore(ChunkStore):
             policy=policy,
             quarantine_files=quarantine_files,
         )
-        works = direct and direct_io_works(f"{self.path}/state")
-        backend = Directory(self._space, ChunkFiles(system, direct=works), sync)
+        alignment = direct_alignment(f"{self.path}/state") if direct else 0
+        backend = Directory(self._space, ChunkFiles(system, direct=alignment), sync)
         super().__init__(
             identity,
             backend,

@@ -3,9 +3,9 @@
 `FileSystem` is the narrow waist: every system call that the store makes on chunk files goes through
 one, so that tests can kill, fail or lose power between any two of them.
 
-Direct I/O is used where the file system takes it and the row starts on a page: the region is the
-cache, a second copy in the page cache would only take memory from it. Header and the payload's last
-partial page go through a page-aligned scratch buffer that each thread keeps.
+Direct I/O is used where the file system takes it and the device can reach the row: the
+region is the cache, a second copy in the page cache would only take memory from it. Header and the
+payload's last partial page go through a page-aligned scratch buffer that each thread keeps.
 
 Where rows lie decides how fast that is: a disk that is given scattered small pages has little on
 its way at a time, and is faster with rows in huge pages, as those of regions are (docs/store.md).
@@ -87,8 +87,8 @@ class FileSystem:
 class ChunkFiles:
     """Writes and reads one chunk at a time; used by several threads at once."""
 
-    def __init__(self, files: FileSystem, *, direct: bool) -> None:
-        """`direct`: use direct I/O where it is possible."""
+    def __init__(self, files: FileSystem, *, direct: int) -> None:
+        """`direct`: what addresses of rows are multiples of for direct I/O; 0: use none."""
         self.files = files
         self.direct = direct
         self._scratch = threading.local()
@@ -125,8 +125,8 @@ class ChunkFiles:
 
     def open(self, path: str, flags: int, payload: Bytes) -> int:
         """Open `path` for whole chunks, directly where this row can be moved that way."""
-        aligned = payload.ctypes.data % ALIGNMENT == 0
-        return self.files.open(path, flags | (os.O_DIRECT if self.direct and aligned else 0))
+        reachable = self.direct and payload.ctypes.data % self.direct == 0
+        return self.files.open(path, flags | (os.O_DIRECT if reachable else 0))
 
     # ---- reading ------------------------------------------------------------------------------
 
@@ -219,13 +219,25 @@ class ChunkFiles:
         return memoryview(held)
 
 
-def direct_io_works(path: str) -> bool:
-    """Whether the file system of the existing file `path` does direct I/O."""
+def direct_alignment(path: str) -> int:
+    """What addresses of memory must be multiples of for direct I/O on this file; 0: none works.
+
+    Found by reading its first 4096 bytes: devices ask for anything from 4 bytes to a page, and not
+    every system says what.
+    """
     try:
-        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
-        return False
-    return True
+        return 0
+    try:
+        memory = memoryview(mmap.mmap(-1, 2 * ALIGNMENT))
+        for bits in range(2, ALIGNMENT.bit_length()):
+            with suppress(OSError):
+                if os.preadv(fd, [memory[1 << bits :][:ALIGNMENT]], 0) == ALIGNMENT:
+                    return 1 << bits
+        return 0
+    finally:
+        os.close(fd)
 
 
 def close_quietly(files: FileSystem, fd: int) -> None:

@@ -76,7 +76,7 @@ def test_what_is_put_comes_back_after_reopening(path, direct, sync):
     assert fsck(path).clean
 
 
-@pytest.mark.parametrize("padding", [0, 256])  # with it, few rows can be moved directly
+@pytest.mark.parametrize("padding", [0, 256])
 def test_chunks_move_straight_between_rows_and_files(path, padding):
     sections = [
         Section(name, 8, size, -(-size // 4096) * 4096 + padding)
@@ -97,6 +97,47 @@ def test_chunks_move_straight_between_rows_and_files(path, padding):
             store.put(keys[:1], "full", [8])
         with pytest.raises(RegionError, match="still use this region"):
             region.close()
+
+
+class Noting(FileSystem):
+    def __init__(self) -> None:
+        self.direct: list[bool] = []
+
+    def open(self, path, flags):
+        if path.endswith((".chunk", ".tmp")):
+            self.direct.append(bool(flags & os.O_DIRECT))
+        return super().open(path, flags)
+
+
+def taken_directly(path: str, row: np.ndarray) -> bool:
+    """Whether the system itself reads a file into the first page of `row` directly."""
+    with open(path, "wb") as file:
+        file.write(bytes(4096))
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return False
+    try:
+        return os.preadv(fd, [row.data[:4096]], 0) == 4096
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 4, 64, 256, 512, 1024, 4096])
+def test_rows_that_the_device_can_reach_are_moved_directly(path, tmp_path, shift):
+    wanted = content_of(key_of(1), FULL)
+    row, back = (aligned(FULL + 4096)[shift : shift + FULL] for _ in range(2))
+    can = taken_directly(str(tmp_path / "tried"), row)
+    row[:] = wanted
+    for direct in (True, False):
+        files = Noting()
+        with CanonicalStore(f"{path}{direct}", IDENTITY, files=files, direct=direct) as store:
+            assert store.put([key_of(1)], "full", [row]).wait(30)
+            assert store.get([key_of(1)], "full", [back]).wait(30)
+        assert np.array_equal(back, wanted)
+        assert files.direct == [can and direct] * 2
 
 
 def test_bytes_beyond_a_rows_payload_are_left_alone(path):
