@@ -5,8 +5,7 @@
 //   /tmp/scattered_lines THREADS
 //
 // Where canonical rows are whole memory pages apart, all of one rank's lines agree in bits 6 to 8 of their
-// addresses, and memory takes them at a third of its rate, however many threads write. Lines of rows that
-// each start 256 bytes further do not agree in them.
+// addresses. Lines of rows that each start 256 bytes further do not agree in bit 8.
 //
 // Needs AVX-512. Memory is asked for in huge pages, so that address translation costs nothing.
 #include <immintrin.h>

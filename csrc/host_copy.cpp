@@ -19,6 +19,7 @@ inline void prefetch_line(uintptr_t address) {
   __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 0);
 }
 
+// The same by way of the outer caches; copy_fixed says when.
 inline void prefetch_to_keep(uintptr_t address) {
   __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 3);
 }

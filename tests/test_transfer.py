@@ -110,8 +110,8 @@ def test_store_under_one_configuration_and_load_under_another(
     payload = writer.spec.canonical_bytes(tokens)
     pad, offset = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 16))
     policy = data.draw(st.sampled_from(["turns", "first", "split"]))
-    padding = data.draw(st.sampled_from([0, 1, 64, 256]))
-    sections = [Section("0", ROWS, payload, payload + padding)]
+    padding = data.draw(st.sampled_from([None, 0, 1, 64, 256]))
+    sections = [Section("0", ROWS, payload, None if padding is None else payload + padding)]
     with Region.create(sections, backing="private") as region:
         region.view[:] = POISON
         for rank in range(writer.grid.size):
@@ -249,11 +249,24 @@ def test_canonical_rows_are_padded_on_demand_and_private_ones_are_not() -> None:
         assert (every[:, 1024:] == POISON).all() and (every[[0, 3]] == POISON).all()
 
 
-@pytest.mark.parametrize("padding", [-128, 64, 100, 4.0, "256", None, True])
-def test_rows_are_not_padded_by_what_would_let_two_share_a_line(padding: object) -> None:
+BAD_PADDINGS = [(bad, r"group 'full'.*row_padding") for bad in (-128, 64, 4.0, "256", None, True)]
+BAD_PADDINGS += [
+    ({"window": 100}, r"group 'window': row_padding=100.*multiple of 128"),
+    ({"state": -1}, r"group 'state': row_padding=-1"),
+    (
+        {"ful": 256},
+        r"row_padding names \['ful'\]; the model's groups are \['full', 'state', 'window'\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("padding", "message"), BAD_PADDINGS)
+def test_rows_are_not_padded_by_what_would_let_two_share_a_line(
+    padding: object, message: str
+) -> None:
     table, caches, _ = hybrid()
     mappings = derive_canonical_mappings(table, caches, RankGrid(), 0)
-    with pytest.raises(PlanError, match=r"group 'full'.*row_padding"):
+    with pytest.raises(PlanError, match=message):
         sections_for(mappings, TOKENS, 4, row_padding=padding)  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ they get rows of their own, which hold every rank's bytes and mean nothing to an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from vkvmap.chunk import ChunkLayout, number_for
@@ -73,13 +73,14 @@ def sections_for(
     rows for each group with opaque layers.
 
     `row_padding`: bytes left free after every canonical row, a multiple of 128; one number, or one
-    per group. Without it rows are whole memory pages apart, so that files are read straight into
-    them; but then one head's lines lie on the same few of the memory's channels, and fragments of
-    64 bytes are bound by those. 256 spreads them (docs/performance.md); files then go through the
-    system's page cache unless the device reaches memory at such addresses.
+    per group. Without it rows of 4096 bytes and more are whole memory pages apart, so that files
+    are read straight into them. 256 makes CPU transfers in fragments of 64 bytes faster and longer
+    ones slower (docs/performance.md); files are then read straight into those rows alone that the
+    device reaches.
 
-    Raises PlanError as `pages_per_chunk` does, and for a padding that is no such number.
+    Raises PlanError as `pages_per_chunk` does, and for a padding or a group that is none.
     """
+    padding = _paddings(row_padding, mappings.layers.groups)
     pages = pages_per_chunk(mappings, chunk_tokens)
     chunks = ChunkLayout.of(mappings.layers, chunk_tokens)
     private = private_rows(mappings, pages)
@@ -88,22 +89,25 @@ def sections_for(
         count = _number(num_chunks, group, "num_chunks")
         if chunks[group].payload_bytes:
             section = Section(group, count, chunks[group].payload_bytes)
-            stride = section.stride + _padding(row_padding, group)
-            sections.append(replace(section, row_stride=stride))
+            sections.append(replace(section, row_stride=section.stride + padding[group]))
         if group in private:
             payload = private[group][1]
             sections.append(Section(private_section(group), count, payload, private=True))
     return sections
 
 
-def _padding(told: int | Mapping[str, int], group: str) -> int:
-    padding = _number(told, group, "row_padding")
-    if padding < 0 or padding % LINE:
-        raise PlanError(
-            f"group {group!r}: row_padding={padding}; rows start on multiples of {LINE} bytes, so "
-            f"that no two share a line: give 0 or a multiple of {LINE}"
-        )
-    return padding
+def _paddings(told: int | Mapping[str, int], groups: Collection[str]) -> dict[str, int]:
+    if isinstance(told, Mapping) and not set(told) <= set(groups):
+        unknown = sorted(set(told) - set(groups), key=str)
+        raise PlanError(f"row_padding names {unknown}; the model's groups are {sorted(groups)}")
+    paddings = {group: _number(told, group, "row_padding") for group in groups}
+    for group, padding in paddings.items():
+        if padding < 0 or padding % LINE:
+            raise PlanError(
+                f"group {group!r}: row_padding={padding}; rows start on multiples of {LINE} bytes, "
+                f"so that no two share a line: give 0 or a multiple of {LINE}"
+            )
+    return paddings
 
 
 def _number(told: int | Mapping[str, int], group: str, what: str) -> int:

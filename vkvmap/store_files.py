@@ -3,9 +3,9 @@
 `FileSystem` is the narrow waist: every system call that the store makes on chunk files goes through
 one, so that tests can kill, fail or lose power between any two of them.
 
-Direct I/O is used where the file system takes it and the device can reach the row: the
-region is the cache, a second copy in the page cache would only take memory from it. Header and the
-payload's last partial page go through a page-aligned scratch buffer that each thread keeps.
+Direct I/O is used where the file system takes it and the device can reach the row: the region is
+the cache, a second copy in the page cache would only take memory from it. Header and the payload's
+last partial page go through a page-aligned scratch buffer that each thread keeps.
 
 Where rows lie decides how fast that is: a disk that is given scattered small pages has little on
 its way at a time, and is faster with rows in huge pages, as those of regions are (docs/store.md).
@@ -24,16 +24,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vkvmap.format import (
-    ALIGNMENT,
-    MOST_HEADER_BYTES,
-    ChunkFormat,
-    DamagedError,
-    Header,
-    header_length,
-)
+from vkvmap.format import ALIGNMENT, ChunkFormat, DamagedError, Header, header_length
 
 Bytes = npt.NDArray[np.uint8]
+
+#: Most bytes of end-to-end digests that a file's size alone is believed for.
+_LIKELY_DIGESTS = 1 << 20
 
 
 class FileSystem:
@@ -138,16 +134,18 @@ class ChunkFiles:
             OSError: it could not be read; that says nothing about the file.
         """
         length = self._likely_header_bytes(fd, chunk)
-        got, scratch = self._read_at(fd, length, chunk, payload)
+        got, scratch = self._read_whole(fd, length, chunk, payload)
         if got < chunk.header_bytes:
             raise DamagedError(f"{got} of {chunk.header_bytes} header bytes")
         stated = header_length(scratch)
         if stated != length:  # the file is longer or shorter than it should be
             length = stated
-            got, scratch = self._read_at(fd, length, chunk, payload)
+            got, scratch = self._read_whole(fd, length, chunk, payload)
+        if got < length:  # what else is in the buffer is another file's
+            raise DamagedError(f"{got} of {length} header bytes")
         header = chunk.read_header(bytes(scratch[:length]), key)
         if got < length + payload.nbytes:
-            raise DamagedError(f"{max(0, got - length)} of {payload.nbytes} payload bytes")
+            raise DamagedError(f"{got - length} of {payload.nbytes} payload bytes")
         main = payload.nbytes // ALIGNMENT * ALIGNMENT
         payload[main:] = np.frombuffer(scratch, np.uint8)[length:][: payload.nbytes - main]
         chunk.verify(header, payload)
@@ -156,10 +154,10 @@ class ChunkFiles:
     def _likely_header_bytes(self, fd: int, chunk: ChunkFormat) -> int:
         """What the file's size leaves for the header, which may carry end-to-end digests."""
         rest = self.files.size(fd) - chunk.padded_payload_bytes
-        likely = chunk.header_bytes <= rest <= MOST_HEADER_BYTES and rest % ALIGNMENT == 0
+        likely = 0 <= rest - chunk.header_bytes <= _LIKELY_DIGESTS and rest % ALIGNMENT == 0
         return rest if likely else chunk.header_bytes
 
-    def _read_at(
+    def _read_whole(
         self, fd: int, header_bytes: int, chunk: ChunkFormat, payload: Bytes
     ) -> tuple[int, memoryview]:
         """Read header and payload; how many bytes came, and the scratch buffer with the header.
@@ -222,8 +220,8 @@ class ChunkFiles:
 def direct_alignment(path: str) -> int:
     """What addresses of memory must be multiples of for direct I/O on this file; 0: none works.
 
-    Found by reading its first 4096 bytes: devices ask for anything from 4 bytes to a page, and not
-    every system says what.
+    Found by reading its first 4096 bytes: devices ask for anything up to a page, and not every
+    system says what.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -231,7 +229,7 @@ def direct_alignment(path: str) -> int:
         return 0
     try:
         memory = memoryview(mmap.mmap(-1, 2 * ALIGNMENT))
-        for bits in range(2, ALIGNMENT.bit_length()):
+        for bits in range(ALIGNMENT.bit_length()):
             with suppress(OSError):
                 if os.preadv(fd, [memory[1 << bits :][:ALIGNMENT]], 0) == ALIGNMENT:
                     return 1 << bits

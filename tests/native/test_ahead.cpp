@@ -11,8 +11,12 @@ namespace {
 
 constexpr size_t kLine = 64;
 std::vector<uintptr_t> asked;
+uint64_t kept = 0;  // how many of them by way of the outer caches
 inline void prefetch_line(uintptr_t address) { asked.push_back(address); }
-inline void prefetch_to_keep(uintptr_t address) { asked.push_back(address); }
+inline void prefetch_to_keep(uintptr_t address) {
+  asked.push_back(address);
+  ++kept;
+}
 
 // The kernels themselves, with prefetches that are written down.
 #define VKVMAP_ISA written_down
@@ -65,10 +69,12 @@ static void lines_are_asked_for_a_fixed_number_of_fragments_early() {
       const BoxCopies copy = written_down::choose(shape, 1, false);
       for (int pages : {1, kStrands}) {
         asked.clear();
+        kept = 0;
         (pages == 1 ? copy.one : copy.strands)(to, from, shape, next);
         CHECK(asked.size() % (fragments * static_cast<uint64_t>(pages)) == 0);
         const uint64_t lines = asked.size() / fragments / static_cast<uint64_t>(pages);
         CHECK(lines >= (bytes + kLine - 1) / kLine);
+        CHECK(kept == (bytes == 256 && shape.src_stride[0] == 256 ? asked.size() : 0));
         for (int p = 0; p < pages; ++p) {
           std::vector<uintptr_t> read;
           append_fragments(reinterpret_cast<uintptr_t>(from[p]), shape, read);
@@ -86,7 +92,47 @@ static void lines_are_asked_for_a_fixed_number_of_fragments_early() {
   }
 }
 
+// One line of each memory page after one that is written to, for fragments of one or two lines.
+static void the_next_memory_page_is_asked_for_where_short_fragments_are_streamed_apart() {
+  constexpr uint64_t kPage = 4096, kCount = 64;
+  std::vector<uint8_t> src(kCount * 1024);
+  std::vector<uint8_t> room(kPage + kCount * 2 * kPage);
+  uint8_t* const start = room.data() + (-reinterpret_cast<uintptr_t>(room.data()) & (kPage - 1));
+  for (uint64_t bytes : {64, 128, 192, 256, 512, 1024}) {
+    for (uint64_t stride : {bytes, 2 * bytes, uint64_t{2048}, kPage, 2 * kPage}) {
+      for (uint64_t at : {uint64_t{0}, uint64_t{192}, stride - bytes}) {
+        if (at + bytes > stride) continue;
+        for (bool stream : {false, true}) {
+          BoxShape shape{};
+          shape.fragment_bytes = bytes;
+          shape.count[0] = kCount;
+          shape.count[1] = 1;
+          shape.ahead = bytes;
+          shape.src_stride[0] = bytes;
+          shape.dst_stride[0] = stride;
+          uint8_t* to = start + at;
+          const uint8_t* from = src.data();
+          uintptr_t next = uintptr_t{1} << 40;
+          asked.clear();
+          written_down::choose(shape, at, stream).one(&to, &from, shape, &next);
+          std::vector<uint64_t> found;  // memory pages of `room`
+          for (uintptr_t line : asked) {
+            const uintptr_t offset = line - reinterpret_cast<uintptr_t>(start);
+            if (offset < kCount * 2 * kPage) found.push_back(offset / kPage);
+          }
+          std::vector<uint64_t> expected;
+          if (stream && bytes <= 128 && stride > bytes && stride <= kPage) {
+            for (uint64_t page = 0; page < kCount * stride / kPage; ++page) expected.push_back(page + 1);
+          }
+          CHECK(found == expected);
+        }
+      }
+    }
+  }
+}
+
 int main() {
+  RUN(the_next_memory_page_is_asked_for_where_short_fragments_are_streamed_apart);
   RUN(lines_are_asked_for_a_fixed_number_of_fragments_early);
   return 0;
 }

@@ -373,6 +373,28 @@ def test_a_chunk_is_read_once_with_its_end_to_end_digests(path, count, appended)
             assert files.read <= (size if appended == 0 else 2 * (size + appended))
 
 
+def test_a_short_file_is_not_filled_up_with_what_was_read_before(path):
+    """Its header says that it is longer than the file is; the buffer still holds another's."""
+    witnesses = [Witness(0, n, bytes([n % 251] * 16)) for n in range(300)]
+    chunk = ChunkFormat(IDENTITY, "full")
+    with Region.create([Section("full", 3, FULL)]) as region:
+        with CanonicalStore(
+            path,
+            IDENTITY,
+            region=region,
+            formats={"full": chunk},
+            witnesses={"full": lambda row: witnesses},
+            threads=1,
+        ) as store:
+            for number in (1, 2):
+                region.row("full", number)[:] = content_of(key_of(number), FULL)
+            assert store.put([key_of(1), key_of(2)], "full", [1, 2]).wait(30)
+            os.truncate(chunk_file(path, 2), 4196)
+            job = store.get([key_of(1), key_of(2)], "full", [0, 0])
+            assert job.wait(30) and job.outcomes == ["hit", "damaged"]
+            assert job.reasons[1] == f"4196 of {chunk.header_bytes_with(300)} header bytes"
+
+
 # ---- lookups ----------------------------------------------------------------------------------
 
 
@@ -663,6 +685,10 @@ class Failing(FileSystem):
         self.fail("open_write" if flags & os.O_CREAT else "open_read")
         return super().open(path, flags)
 
+    def size(self, fd):
+        self.fail("size")
+        return super().size(fd)
+
     def readv(self, fd, buffers, offset):
         self.fail("readv")
         return super().readv(fd, buffers, offset)
@@ -688,7 +714,7 @@ class Failing(FileSystem):
 def test_an_io_error_while_reading_is_a_miss_and_keeps_the_file(path):
     with CanonicalStore(path, IDENTITY) as store:
         put(store, [1])
-    for call in ("readv", "open_read"):
+    for call in ("size", "readv", "open_read"):
         with CanonicalStore(path, IDENTITY, files=Failing(**{call: errno.EIO})) as store:
             assert get(store, [1]) == ["failed"]
             assert store.snapshot()["failed"] == 1
