@@ -14,6 +14,8 @@ There is no buffer in huge pages for rows in small ones: the others would pay fo
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -54,6 +56,14 @@ class FileSystem:
     def size(self, fd: int) -> int:
         """Bytes of the file."""
         return os.fstat(fd).st_size
+
+    def give_up_direct(self, fd: int) -> bool:
+        """Go on through the page cache; False if that is what `fd` does already."""
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        if not flags & os.O_DIRECT:
+            return False
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        return True
 
     def sync(self, fd: int) -> None:
         """Return once the file's bytes are on the medium."""
@@ -194,11 +204,20 @@ class ChunkFiles:
         return header
 
     def _all(self, call: Any, fd: int, pieces: Sequence[Any], offset: int) -> int:
-        """Repeat `call` until all pieces are done or nothing more comes; the bytes done."""
+        """Repeat `call` until all pieces are done or nothing more comes; the bytes done.
+
+        What cannot be done directly, such as the rest after a step that ended within a block, goes
+        through the page cache.
+        """
         left = [memoryview(piece) for piece in pieces if len(piece)]
         done = 0
         while left:
-            step = call(fd, left, offset + done)
+            try:
+                step = call(fd, left, offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and self.files.give_up_direct(fd):
+                    continue
+                raise
             if step <= 0:
                 break
             done += step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import threading
@@ -138,6 +139,62 @@ def test_rows_that_the_device_can_reach_are_moved_directly(path, tmp_path, shift
             assert store.get([key_of(1)], "full", [back]).wait(30)
         assert np.array_equal(back, wanted)
         assert files.direct == [can and direct] * 2
+
+
+class Stumbling(FileSystem):
+    """Ends every step within a block; what the system then refuses is its own affair."""
+
+    def readv(self, fd, buffers, offset):
+        return super().readv(fd, [buffers[0][: 1 + len(buffers[0]) // 2]], offset)
+
+    def writev(self, fd, buffers, offset):
+        return super().writev(fd, [buffers[0][: 1 + len(buffers[0]) // 2]], offset)
+
+
+class Unwilling(FileSystem):
+    """Opens files for direct I/O and then does none, as a device below may have it."""
+
+    def __init__(self) -> None:
+        self.refused = 0
+
+    def willing(self, fd):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            self.refused += 1
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    def readv(self, fd, buffers, offset):
+        self.willing(fd)
+        return super().readv(fd, buffers, offset)
+
+    def writev(self, fd, buffers, offset):
+        self.willing(fd)
+        return super().writev(fd, buffers, offset)
+
+
+@pytest.mark.parametrize(
+    "files", [Stumbling(), Unwilling()], ids=lambda files: type(files).__name__
+)
+def test_what_cannot_be_done_directly_is_done_through_the_page_cache(path, files):
+    keys, rows = [key_of(number) for number in range(3)], [aligned(FULL) for _ in range(3)]
+    for key, row in zip(keys, rows, strict=True):
+        row[:] = content_of(key, FULL)
+    with CanonicalStore(path, IDENTITY, files=files) as store:
+        job = store.put(keys, "full", rows)
+        assert job.wait(30) and job.outcomes == ["stored"] * 3, job.reasons
+        assert get(store, range(4)) == ["hit"] * 3 + ["miss"]
+    if isinstance(files, Unwilling):
+        can = taken_directly(f"{path}.tried", aligned(FULL))
+        assert files.refused == (6 if can else 0)
+    with CanonicalStore(path, IDENTITY) as store:
+        assert get(store, range(3)) == ["hit"] * 3
+
+
+def test_an_invalid_call_that_is_not_direct_is_an_error(path):
+    with CanonicalStore(path, IDENTITY) as store:
+        put(store, [1])
+    files = Failing(readv=errno.EINVAL)
+    with CanonicalStore(path, IDENTITY, files=files, direct=False) as store:
+        assert get(store, [1]) == ["failed"]
 
 
 def test_bytes_beyond_a_rows_payload_are_left_alone(path):
