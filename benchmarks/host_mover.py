@@ -40,12 +40,12 @@ from vkvmap import (
     derive_canonical_mappings,
 )
 from vkvmap.region_backing import available_memory
+from vkvmap.region_memory import HUGE_PAGE
 from vkvmap.sections import sections_for
 from vkvmap.transfer import Engine
 
 TP, RANK, BLOCK_SIZE = 8, 3, 16
 MIB = 1 << 20
-HUGE = 2 * MIB
 #: Fragment bytes -> least ratio to memcpy, per direction.
 GOALS = {
     "store": {64: 0.75, 128: 1.0, 256: 1.0, 512: 1.0, 1024: 1.0, 4096: 1.0},
@@ -125,11 +125,11 @@ def cache_memory(layers: int, nbytes: int, small: bool) -> list[np.ndarray]:
     numpy asks for huge pages from 4 MiB on, which would make them depend on the number of layers.
     """
     each = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, layers * each + HUGE)
+    memory = mmap.mmap(-1, layers * each + HUGE_PAGE)
     with suppress(OSError):  # a system without huge pages does not know the word
         memory.madvise(mmap.MADV_NOHUGEPAGE if small else mmap.MADV_HUGEPAGE)
     room = np.frombuffer(memory, np.uint8)
-    start = -room.ctypes.data % HUGE
+    start = -room.ctypes.data % HUGE_PAGE
     return [room[start + layer * each :][:nbytes] for layer in range(layers)]
 
 
@@ -294,9 +294,15 @@ def against_memcpy(report: Report, options: Any, threads: int) -> bool:
     engine = Engine(threads)
     with ThreadPoolExecutor(threads) as pool:
         for case in cases(options.fragments, options.row_padding):
-            fragment, tp, padding = case.fragment, case.tp, case.padding
-            size, small = options.mib * MIB, options.small_pages
-            with world(fragment, size, options.layers, engine, small, tp, padding) as here:
+            with world(
+                case.fragment,
+                options.mib * MIB,
+                options.layers,
+                engine,
+                options.small_pages,
+                case.tp,
+                case.padding,
+            ) as here:
                 here.verify()
                 for direction in ("store", "load"):
                     store = direction == "store"

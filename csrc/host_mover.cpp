@@ -2,8 +2,8 @@
 //
 // It walks layer by layer, four pages side by side, box by box; each box is told where reading goes on,
 // so that prefetches never run dry between pages. Whether stores bypass the caches is decided once per
-// transfer, by its size: streaming is up to twice as fast on data that no cache holds, and loses up to a
-// fifth where source and destination would have stayed in one (benchmarks/host_mover.py --warm).
+// transfer, by its size: streaming is faster on data that no cache holds, and slower where source and
+// destination would have stayed in one (benchmarks/host_mover.py --warm).
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,15 +20,14 @@
 namespace vkvmap {
 namespace {
 
-// A slice begins with empty prefetches and ends with a fence, about 2 us; a waiting expedited load gets
+// A slice begins with empty prefetches and ends with a fence; a waiting expedited load gets
 // its turn after at most this much.
 constexpr uint64_t kSliceBytes = 2 * 1024 * 1024;
 constexpr uint64_t kAhead = 1536;  // prefetch distance of each strand
 
 // From here on a transfer is taken to find and leave its bytes in no cache. About where both ways took
-// the same time (docs/performance.md): below, copies through the caches won up to 1.2x on stores; at
-// 8 MiB streaming was 1.7x as fast. The size of the last cache is no guide: it is shared, and what the
-// system reports may be the sum of several.
+// the same time (docs/performance.md): below, stores through the caches won; above, streaming. The size
+// of the last cache is no guide: it is shared, and what the system reports may be the sum of several.
 constexpr uint64_t kStreamingBytes = uint64_t{4} << 20;
 
 std::atomic<uint64_t>& streaming_threshold() {

@@ -116,7 +116,7 @@ class ChunkFiles:
         Raises:
             OSError: of whatever failed; the file is of no use then.
         """
-        main = payload.nbytes // ALIGNMENT * ALIGNMENT
+        main = _in_place(payload)
         tail = padded_bytes - main
         scratch = self._buffer(len(header) + tail)
         scratch[: len(header)] = header
@@ -153,10 +153,10 @@ class ChunkFiles:
             got, scratch = self._read_whole(fd, length, chunk, payload)
         if got < length:  # what else is in the buffer is another file's
             raise DamagedError(f"{got} of {length} header bytes")
-        header = chunk.read_header(bytes(scratch[:length]), key)
+        header = chunk.read_header(scratch[:length], key)
         if got < length + payload.nbytes:
             raise DamagedError(f"{got - length} of {payload.nbytes} payload bytes")
-        main = payload.nbytes // ALIGNMENT * ALIGNMENT
+        main = _in_place(payload)
         payload[main:] = np.frombuffer(scratch, np.uint8)[length:][: payload.nbytes - main]
         chunk.verify(header, payload)
         return header
@@ -174,7 +174,7 @@ class ChunkFiles:
 
         Whole pages of the payload go to their place, what is left of it behind the header.
         """
-        main = payload.nbytes // ALIGNMENT * ALIGNMENT
+        main = _in_place(payload)
         tail = chunk.padded_payload_bytes - main
         scratch = self._buffer(header_bytes + tail)
         pieces = [scratch[:header_bytes], payload.data[:main], scratch[header_bytes:][:tail]]
@@ -234,6 +234,11 @@ class ChunkFiles:
             held = mmap.mmap(-1, -(-nbytes // ALIGNMENT) * ALIGNMENT)
             self._scratch.memory = held
         return memoryview(held)
+
+
+def _in_place(payload: Bytes) -> int:
+    """Bytes of the payload that are moved straight from or into the row: its whole pages."""
+    return payload.nbytes // ALIGNMENT * ALIGNMENT
 
 
 def direct_alignment(path: str) -> int:

@@ -171,10 +171,9 @@ class Unwilling(FileSystem):
         return super().writev(fd, buffers, offset)
 
 
-@pytest.mark.parametrize(
-    "files", [Stumbling(), Unwilling()], ids=lambda files: type(files).__name__
-)
-def test_what_cannot_be_done_directly_is_done_through_the_page_cache(path, files):
+@pytest.mark.parametrize("kind", [Stumbling, Unwilling])
+def test_what_cannot_be_done_directly_is_done_through_the_page_cache(path, kind):
+    files = kind()
     keys, rows = [key_of(number) for number in range(3)], [aligned(FULL) for _ in range(3)]
     for key, row in zip(keys, rows, strict=True):
         row[:] = content_of(key, FULL)
@@ -182,7 +181,7 @@ def test_what_cannot_be_done_directly_is_done_through_the_page_cache(path, files
         job = store.put(keys, "full", rows)
         assert job.wait(30) and job.outcomes == ["stored"] * 3, job.reasons
         assert get(store, range(4)) == ["hit"] * 3 + ["miss"]
-    if isinstance(files, Unwilling):
+    if kind is Unwilling:
         can = taken_directly(f"{path}.tried", aligned(FULL))
         assert files.refused == (6 if can else 0)
     with CanonicalStore(path, IDENTITY) as store:

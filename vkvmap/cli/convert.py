@@ -96,7 +96,7 @@ def _convert(given: dict[str, Any], run: Callable[..., Converted]) -> int:
         "--config", given["config"], given["layout"], given["block_size"], given["pcp_mode"]
     )
     check_stages("--config", side, table)
-    parts = _parts(given["parts"], table)
+    parts = _parts(given, table)
     try:
         identity = stored_identity(
             model,
@@ -133,11 +133,12 @@ def _convert(given: dict[str, Any], run: Callable[..., Converted]) -> int:
     return 0 if whole else EXIT_NO
 
 
-def _parts(text: str | None, table: LayerTable) -> tuple[tuple[str, ...], ...] | None:
+def _parts(given: dict[str, Any], table: LayerTable) -> tuple[tuple[str, ...], ...] | None:
     """Layers of each part that a store keeps chunks in; None: they are whole."""
+    text = given["parts"]
     if text is None:
         return None
-    stages = configuration("--parts", text, "packed_nhd", 16, "shards")
+    stages = configuration("--parts", text, given["layout"], given["block_size"], given["pcp_mode"])
     if stages.grid.size != 1:
         raise click.BadParameter(
             f"{text} divides tokens or heads too; parts are runs of layers: give pp alone",
