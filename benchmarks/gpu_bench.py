@@ -1,7 +1,7 @@
 """What the phases of the GPU suite share: memory, timing, verification, and a build if need be.
 
 A dry run puts numpy memory and the host mover in the place of the GPU's, so that everything but the
-device itself is exercised anywhere.
+device itself is exercised anywhere. Divided sizes show that the suite works, not how fast it is.
 """
 
 from __future__ import annotations
@@ -50,19 +50,21 @@ class Bench:
     """Where it runs: memory, timing, results, and the time that is left.
 
     Args:
-        dry: use numpy memory, the host mover and small sizes.
+        dry: use numpy memory and the host mover.
         report: where figures go.
         seconds: budget; phases that would not fit are left out and named.
+        scale: what sizes are divided by; with any but 1, models have few layers and rounds are few.
     """
 
-    def __init__(self, dry: bool, report: Any, seconds: float, rounds: int) -> None:
+    def __init__(self, dry: bool, report: Any, seconds: float, scale: int) -> None:
         import numpy as np
 
-        self.np, self.dry, self.report, self.rounds = np, dry, report, rounds
+        self.np, self.dry, self.report, self.scale = np, dry, report, scale
+        self.small = scale > 1
+        self.rounds = 2 if self.small else 5
         self.deadline = time.monotonic() + seconds
         self.left_out: list[str] = []
         self.ceiling: dict[str, float] = {}
-        self.scale = 256 if dry else 1
         if dry:
             from vkvmap.transfer import Engine
 

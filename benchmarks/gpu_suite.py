@@ -1,6 +1,7 @@
 """Everything there is to know about the GPU movers on one machine, in one command.
 
     python -m benchmarks.gpu_suite --json results.json     # under five minutes, needs a GPU
+    python -m benchmarks.gpu_suite --scale 256             # tiny sizes: does it work here?
     python -m benchmarks.gpu_suite --dry-run               # the same code on the CPU, tiny sizes
 
 Bytes are verified before anything is timed. Contenders take turns within a process; figures are
@@ -220,25 +221,26 @@ def pools(bench: Bench) -> None:
     from vkvmap import _C
 
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    page, cache_bytes = 64 << 10, 256 << 20
+    page, cache_bytes = 64 << 10, (256 << 20) // bench.scale
     cache = bench.memory(cache_bytes, host=False)
     for gib in (1, 8, 48):
-        if gib * GIB * 1.25 > free:
+        nbytes = gib * GIB // bench.scale
+        if nbytes * 1.25 > free:
             bench.left_out.append(f"pool of {gib} GiB: {free / GIB:.0f} GiB of memory are free")
             continue
         if not bench.time_left(6 + 1.2 * gib, f"pool of {gib} GiB"):
             continue
-        pool = mmap.mmap(-1, gib * GIB)
+        pool = mmap.mmap(-1, nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             pool.madvise(mmap.MADV_HUGEPAGE)
         view = bench.np.frombuffer(pool, bench.np.uint8)
-        touch = bench.np.arange(0, gib * GIB, 4096)
+        touch = bench.np.arange(0, nbytes, 4096)
         view[touch] = 1
-        registration = _C.cuda.Registration([(view.ctypes.data, gib * GIB, 2 * page)])
+        registration = _C.cuda.Registration([(view.ctypes.data, nbytes, 2 * page)])
         if not registration.pinned:
             bench.left_out.append(f"pool of {gib} GiB: {registration.why_not}")
             continue
-        rows = gib * GIB // (2 * page)
+        rows = nbytes // (2 * page)
         for run in (256, 4096):
             plan = _pool_plan(cache, cache_bytes, view, rows, page, run)
             rng = bench.np.random.default_rng(run)
@@ -284,8 +286,8 @@ def model_shapes(bench: Bench) -> None:
     for shape in SHAPES:
         if not bench.time_left(12, f"model {shape.name}"):
             return
-        blocks = 4 if bench.dry else 64
-        layers = 4 if bench.dry else None
+        blocks = 4 if bench.small else 64
+        layers = 4 if bench.small else None
         placed = PlacedShape(shape, blocks, blocks, layers=layers)
         cache, host = (
             bench.memory(placed.cache_bytes, host=False),
@@ -338,11 +340,11 @@ def corunning(bench: Bench) -> None:
     from vkvmap import cuda
 
     torch = bench.torch
-    nbytes = 256 << 20
+    nbytes, side = (256 << 20) // bench.scale, 256 if bench.small else 8192
     cache, host = bench.memory(nbytes, host=False), bench.memory(2 * nbytes, host=True)
     plan = strided_plan(bench, cache, host, 512, nbytes)
     groups = all_pages(bench, plan)
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    a, b = (torch.randn(side, side, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     compute = torch.cuda.Stream()
 
     def product() -> float:
@@ -386,7 +388,7 @@ def small_transfers(bench: Bench) -> None:
 
     shape = next(s for s in SHAPES if s.name == "Llama-3-70B tp8")
     blocks = 64
-    placed = PlacedShape(shape, blocks, blocks, layers=4 if bench.dry else None)
+    placed = PlacedShape(shape, blocks, blocks, layers=4 if bench.small else None)
     cache, host = (
         bench.memory(placed.cache_bytes, host=False),
         bench.memory(placed.region_bytes, host=True),
@@ -416,8 +418,8 @@ def submit_cost(bench: Bench) -> None:
     from benchmarks.model_shapes import SHAPES, PlacedShape
 
     shape = next(s for s in SHAPES if s.name == "Llama-3-70B tp8")
-    blocks = 64 if bench.dry else 1024
-    placed = PlacedShape(shape, blocks, blocks, layers=4 if bench.dry else None)
+    blocks = 64 if bench.small else 1024
+    placed = PlacedShape(shape, blocks, blocks, layers=4 if bench.small else None)
     cache, host = (
         bench.memory(placed.cache_bytes, host=False),
         bench.memory(placed.region_bytes, host=True),
@@ -488,6 +490,9 @@ def main() -> None:
     options = harness.parser(__doc__ or "")
     options.add_argument("--dry-run", action="store_true", help="run on the CPU, tiny sizes")
     options.add_argument("--phases", default=",".join(PHASES), help="comma-separated; default all")
+    options.add_argument(
+        "--scale", type=int, help="divide sizes, to see whether it works (1; 256 in a dry run)"
+    )
     options.add_argument("--seconds", type=float, default=270, help="budget (default %(default)s)")
     given = options.parse_args()
     from vkvmap import cuda
@@ -497,7 +502,10 @@ def main() -> None:
     report = harness.Report(given.json)
     if not given.dry_run:
         print("devices:", *(f"{d.name} at {d.pci_bus_id}" for d in cuda.devices()))
-    bench = Bench(given.dry_run, report, given.seconds, 2 if given.dry_run else 5)
+    scale = given.scale or (256 if given.dry_run else 1)
+    if scale > 1:
+        print(f"sizes are divided by {scale}: figures say that it works, not how fast it is")
+    bench = Bench(given.dry_run, report, given.seconds, scale)
     wanted = given.phases.split(",")
     unknown = [name for name in wanted if name not in PHASES]
     if unknown:

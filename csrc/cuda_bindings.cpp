@@ -82,7 +82,7 @@ py::dict tuning_view(const KernelTuning& t) {
 // Contiguous int64 views, held for as long as the ids point into them.
 struct Ids {
   std::vector<py::buffer_info> arrays;
-  std::vector<DirectIds> groups;
+  std::vector<GroupIds> groups;
 };
 
 Ids ids_of(const std::vector<std::tuple<uint32_t, py::buffer, py::buffer>>& groups) {

@@ -1,114 +1,81 @@
 #include "cuda_direct.h"
 
 #include <algorithm>
-#include <stdexcept>
+#include <mutex>
 
 #include "cuda_plan.h"
-#include "tile.h"
+#include "intake.h"
+#include "refuse.h"
 
 namespace vkvmap {
 
 namespace {
 
-std::string where(Direction direction, uint32_t group, size_t index) {
-  return std::string(direction_name(direction)) + ": group " + std::to_string(group) + ", index " +
-         std::to_string(index) + ": ";
-}
-
-void check_ids(const Plan& plan, Direction direction, const DirectIds& ids) {
-  if (ids.group >= plan.groups().size())
-    throw std::invalid_argument(std::string(direction_name(direction)) + ": group " +
-                                std::to_string(ids.group) + " does not exist; the plan has " +
-                                std::to_string(plan.groups().size()) + " groups");
-  const GroupInfo& info = plan.groups()[ids.group];
-  std::vector<int64_t> targets(ids.count);
-  for (size_t i = 0; i < ids.count; ++i) {
-    if (static_cast<uint64_t>(ids.blocks[i]) >= info.num_blocks)
-      throw std::invalid_argument(where(direction, ids.group, i) + "block " +
-                                  std::to_string(ids.blocks[i]) + " is not in [0, " +
-                                  std::to_string(info.num_blocks) + "), the blocks of the cache");
-    if (static_cast<uint64_t>(ids.pages[i]) >= info.num_pages)
-      throw std::invalid_argument(where(direction, ids.group, i) + "page " +
-                                  std::to_string(ids.pages[i]) + " is not in [0, " +
-                                  std::to_string(info.num_pages) +
-                                  "), the canonical pages of the region");
-    targets[i] = direction == Direction::Load ? ids.blocks[i] : ids.pages[i];
-  }
-  std::sort(targets.begin(), targets.end());
-  const auto twice = std::adjacent_find(targets.begin(), targets.end());
-  if (twice != targets.end())
-    throw std::invalid_argument(std::string(direction_name(direction)) + ": group " +
-                                std::to_string(ids.group) + ": " +
-                                (direction == Direction::Load ? "block " : "page ") +
-                                std::to_string(*twice) + " is a destination twice");
-}
-
-std::vector<BlockPair> elected(const GroupInfo& info, const LayerClass& c, Direction direction,
-                               const DirectIds& ids) {
-  std::vector<BlockPair> pairs;
-  for (size_t i = 0; i < ids.count; ++i) {
-    const uint64_t page = static_cast<uint64_t>(ids.pages[i]);
-    if (direction == Direction::Store && !is_elected(page, c.num_writers, c.writer_index)) continue;
-    pairs.push_back(make_pair(static_cast<uint64_t>(ids.blocks[i]), page, info.pages_per_row));
-  }
-  return pairs;
-}
-
-void add_list(Transfer& transfer, uint32_t class_index, std::vector<BlockPair> pairs) {
+void add_list(Transfer& transfer, uint32_t class_index, uint64_t num_pairs) {
   const LayerClass& c = transfer.plan->classes()[class_index];
-  if (pairs.empty() || transfer.plan->num_tiles(c, transfer.direction) == 0) return;
-  transfer.pairs.push_back(std::move(pairs));
-  const std::vector<BlockPair>& own = transfer.pairs.back();
-  const uint64_t units = c.num_layers * own.size();
-  transfer.lists.push_back({class_index, c.first_layer, c.num_layers, own.size(), own.data(),
-                            transfer.num_units});
-  transfer.num_units += units;
-  transfer.bytes += units * transfer.plan->page_bytes(c, transfer.direction);
-  transfer.fragments += units * transfer.plan->page_fragments(c, transfer.direction);
+  if (num_pairs == 0 || transfer.plan->page_bytes(c, transfer.direction) == 0) return;
+  transfer.pairs.emplace_back(num_pairs, BlockPair{0, 0, 0});
+  transfer.lists.push_back({class_index, c.first_layer, c.num_layers, num_pairs,
+                            transfer.pairs.back().data(), transfer.num_units});
+  transfer.num_units += c.num_layers * num_pairs;
 }
 
 }  // namespace
 
 Transfer make_direct_transfer(std::shared_ptr<const Plan> plan, Direction direction,
-                              const std::vector<DirectIds>& groups) {
-  Transfer transfer;
-  transfer.plan = std::move(plan);
-  transfer.direction = direction;
-  for (const DirectIds& ids : groups) {
-    check_ids(*transfer.plan, direction, ids);
-    const GroupInfo& info = transfer.plan->groups()[ids.group];
-    for (const uint32_t c : info.classes)
-      add_list(transfer, c, elected(info, transfer.plan->classes()[c], direction, ids));
-  }
-  return transfer;
+                              const std::vector<GroupIds>& groups) {
+  static std::mutex mutex;
+  static Intake intake;
+  SubmitRequest request;
+  request.plan = std::move(plan);
+  request.direction = direction;
+  request.groups = groups;
+  std::lock_guard<std::mutex> lock(mutex);
+  return intake.read(request);
 }
 
 GraphTransfer::GraphTransfer(std::shared_ptr<const Plan> plan, Direction direction,
                              const std::vector<Capacity>& capacities, const KernelTuning& tuning)
     : plan_(plan), direction_(direction) {
+  const uint32_t num_groups = static_cast<uint32_t>(plan->groups().size());
+  capacities_.resize(num_groups, 0);
   shape_.plan = plan;
   shape_.direction = direction;
   for (const Capacity& capacity : capacities) {
-    if (capacity.group >= plan->groups().size())
-      throw std::invalid_argument("group " + std::to_string(capacity.group) +
-                                  " does not exist; the plan has " +
-                                  std::to_string(plan->groups().size()) + " groups");
-    for (const uint32_t c : plan->groups()[capacity.group].classes)
-      add_list(shape_, c, std::vector<BlockPair>(capacity.pairs, BlockPair{0, 0, 0}));
+    if (capacity.group >= num_groups)
+      refuse("group ", capacity.group, " does not exist; the plan has groups 0 to ", num_groups,
+             " (exclusive)");
+    if (capacities_[capacity.group] != 0)
+      refuse("group ", capacity.group, " is listed twice; give one capacity per group");
+    const GroupInfo& group = plan->groups()[capacity.group];
+    // Destinations are distinct, so a replay cannot use more.
+    const uint64_t most = direction == Direction::Load ? group.num_blocks : group.num_pages;
+    capacities_[capacity.group] = std::min(capacity.pairs, most);
+    for (const uint32_t c : group.classes) add_list(shape_, c, capacities_[capacity.group]);
   }
   shape_.state = plan->mover_state(kernel_mover());
   captured_ = std::make_unique<CapturedTransfer>(shape_, tuning);
   set_ids({});
 }
 
-void GraphTransfer::set_ids(const std::vector<DirectIds>& groups) {
-  for (const DirectIds& ids : groups) check_ids(*plan_, direction_, ids);
-  for (size_t list = 0; list < shape_.lists.size(); ++list) {
-    const LayerClass& c = plan_->classes()[shape_.lists[list].class_index];
-    std::vector<BlockPair> pairs;
-    for (const DirectIds& ids : groups)
-      if (ids.group == c.group) pairs = elected(plan_->groups()[c.group], c, direction_, ids);
-    captured_->set_pairs(list, pairs.data(), pairs.size());
+void GraphTransfer::set_ids(const std::vector<GroupIds>& groups) {
+  const Transfer wanted = make_direct_transfer(plan_, direction_, groups);
+  // Everything is checked before anything is changed: a refused call leaves the ids of before.
+  for (const WorkList& list : wanted.lists) {
+    const uint32_t group = plan_->classes()[list.class_index].group;
+    if (list.num_pairs > capacities_[group])
+      refuse(direction_name(direction_), ": group ", group, ": ", list.num_pairs,
+             " pairs, but the transfer was made for ", capacities_[group],
+             "; make it with a larger capacity, or move fewer pages per replay");
+  }
+  for (size_t i = 0; i < shape_.lists.size(); ++i) {
+    const auto found = std::find_if(
+        wanted.lists.begin(), wanted.lists.end(),
+        [&](const WorkList& list) { return list.class_index == shape_.lists[i].class_index; });
+    if (found == wanted.lists.end())
+      captured_->set_pairs(i, nullptr, 0);
+    else
+      captured_->set_pairs(i, found->pairs, found->num_pairs);
   }
 }
 

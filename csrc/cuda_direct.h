@@ -1,7 +1,7 @@
 // Transfers that go on a caller's stream or into a graph, without an engine.
 //
-// What must stay true: ids are checked as the engine checks them before anything is launched; order
-// against other transfers is the caller's business, by streams.
+// What must stay true: ids are checked by what checks the engine's (intake.h) before anything is
+// launched; order against other transfers is the caller's business, by streams.
 #pragma once
 
 #include <cstdint>
@@ -9,19 +9,13 @@
 #include <vector>
 
 #include "cuda_mover.h"
+#include "intake.h"
 
 namespace vkvmap {
 
-struct DirectIds {
-  uint32_t group;
-  const int64_t* blocks;
-  const int64_t* pages;
-  size_t count;
-};
-
 // All layers of the named groups. Throws std::invalid_argument naming group, index, value and rule.
 Transfer make_direct_transfer(std::shared_ptr<const Plan> plan, Direction direction,
-                              const std::vector<DirectIds>& groups);
+                              const std::vector<GroupIds>& groups);
 
 // A captured transfer as callers see it: by group, with the writer election inside.
 class GraphTransfer {
@@ -33,14 +27,17 @@ class GraphTransfer {
   GraphTransfer(std::shared_ptr<const Plan> plan, Direction direction,
                 const std::vector<Capacity>& capacities, const KernelTuning& tuning);
 
-  // Groups that are not named move nothing from now on. No replay may be under way.
-  void set_ids(const std::vector<DirectIds>& groups);
+  // Groups that are not named move nothing from now on. No replay may be under way. Throws
+  // std::invalid_argument as make_direct_transfer does, and for more pairs than the capacity; the ids
+  // are then those of before.
+  void set_ids(const std::vector<GroupIds>& groups);
   void launch(uintptr_t stream) const { captured_->launch(stream); }
   size_t num_launches() const { return captured_->num_launches(); }
 
  private:
   std::shared_ptr<const Plan> plan_;
   Direction direction_;
+  std::vector<uint64_t> capacities_;  // by group; 0 where it was made for nothing
   Transfer shape_;
   std::unique_ptr<CapturedTransfer> captured_;
 };

@@ -4,8 +4,9 @@
 #   lint        ruff, mypy
 #   core        unit and property tests
 #   sanitizers  native and Python tests under AddressSanitizer, ThreadSanitizer and their like
-#   cuda        the CUDA kernel without a GPU: compiled, disassembled, simulated (needs nvcc)
-#   gpu         the movers on a real GPU; only where it is named (needs one)
+#   cuda        the GPU side without a GPU: compiled, disassembled, simulated, and all GPU tests on a
+#               stand-in of the CUDA runtime (needs nvcc)
+#   gpu         the GPU tests on a real one; only where it is named (needs one)
 #   store       crash, corruption and concurrency tests of the store
 #   remote      the store over a real Mooncake cluster on the loopback
 #   fuzz        short runs of the fuzzers

@@ -7,53 +7,19 @@ AddressSanitizer and UndefinedBehaviorSanitizer for fewer.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.cuda_toolchain import CSRC, ROOT, Workshop, include_directory, run
+from tests.cuda_stand_in import scenarios
+from tests.cuda_toolchain import Workshop, run
 
 pytestmark = pytest.mark.cuda
-
-STAND_IN = ROOT / "tests" / "cuda_cpu"
-SANITIZE = "-fsanitize=address,undefined"
-FLAGS = {
-    "plain": ["-O1", "-g"],
-    "sanitized": ["-O1", "-g", SANITIZE, "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
-}
 
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(tmp_path_factory)
-
-
-def scenarios(kind: str, workshop: Workshop) -> Path:
-    """The scenario program, built with the flags of `kind`."""
-    cuda = include_directory()
-
-    def compile_one(source: Path, draft: Path) -> Path:
-        target = draft / f"{source.stem}.o"
-        run(
-            *("g++", "-x", "c++", "-std=c++17", *FLAGS[kind], "-Wall", "-Wextra", "-Werror"),
-            *("-Wno-unknown-pragmas", "-I", CSRC, "-I", STAND_IN, "-isystem", cuda),
-            *("-DVKVMAP_WITH_CUDA=1", "-c", source, "-o", target),
-        )
-        return target
-
-    def build(draft: Path) -> None:
-        draft.mkdir()
-        native = [s for s in CSRC.glob("*.cpp") if "bindings" not in s.name]
-        sources = [*CSRC.glob("*.cu"), *native, *STAND_IN.glob("*.cpp")]
-        with ThreadPoolExecutor(2) as pool:
-            objects = list(pool.map(lambda source: compile_one(source, draft), sources))
-        linked = draft / "test_movers"
-        run(
-            "g++", *[f for f in FLAGS[kind] if "sanitize" in f], *objects, "-lpthread", "-o", linked
-        )
-
-    return workshop.once(f"cuda-cpu-{kind}", build) / "test_movers"
 
 
 def play(program: Path, scenario: str, first: int, count: int) -> None:

@@ -6,11 +6,13 @@
 // implicit ones. Using a stream or an event under the wrong device is an error here, as it is there.
 #include <sys/mman.h>
 
+#include <chrono>
 #include <deque>
 #include <map>
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 
 #include "cuda_cpu.h"
 
@@ -22,9 +24,12 @@ struct Mark {  // a place in a stream: done once the stream has run `ticket` pie
   StreamPtr stream;
   uint64_t ticket = 0;
 };
+using Clock = std::chrono::steady_clock;
 struct Work {
   std::function<void()> run;
   std::vector<Mark> after;
+  std::chrono::duration<double> takes{};
+  Clock::time_point due{};  // known once it is its turn
 };
 struct Stream {
   std::deque<Work> queue;
@@ -73,7 +78,9 @@ thread_local int current_device = 0;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 int num_devices = 1;
 bool aliases = false, batched = true;
-double clock_now = 0;
+double clock_now = 0;  // milliseconds
+// Set, events are not waited for: what a forgotten wait would do, for tests of tests.
+const bool waits_are_lost = std::getenv("CUDA_CPU_LOSE_WAITS") != nullptr;
 uint64_t random_state = [] {
   const char* text = std::getenv("CUDA_CPU_SEED");
   return text ? std::strtoull(text, nullptr, 10) + 1 : 1ull;
@@ -100,7 +107,17 @@ bool ready(const StreamPtr& s) {
   if (s->queue.empty()) return false;
   for (const Mark& m : s->queue.front().after)
     if (!done(m)) return false;
-  return true;
+  Work& work = s->queue.front();
+  if (work.takes.count() == 0) return true;
+  const Clock::time_point now = Clock::now();
+  if (work.due == Clock::time_point{})
+    work.due = now + std::chrono::duration_cast<Clock::duration>(work.takes);
+  return now >= work.due;
+}
+bool any_takes_time() {
+  for (const StreamPtr& s : streams)
+    if (!s->queue.empty() && s->queue.front().due != Clock::time_point{}) return true;
+  return false;
 }
 bool step_any() {
   std::vector<StreamPtr> can;
@@ -110,17 +127,39 @@ bool step_any() {
   const StreamPtr s = can[next_random() % can.size()];
   Work work = std::move(s->queue.front());
   s->queue.pop_front();
-  clock_now += 0.001;
+  clock_now += 0.001 + 1e3 * work.takes.count();
   if (work.run) work.run();
   ++s->completed;
   return true;
 }
+// Lets work run until `p`. Other threads go on meanwhile: the caller holds the mutex once.
 template <class Predicate>
 void until(Predicate p) {
-  while (!p())
-    if (!step_any()) cuda_cpu::fail("deadlock between streams");
+  for (unsigned steps = 1; !p(); ++steps) {
+    if (step_any()) {
+      if (steps % 16) continue;
+      mutex.unlock();
+      std::this_thread::yield();
+    } else {
+      if (!any_takes_time()) cuda_cpu::fail("deadlock between streams");
+      mutex.unlock();
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    mutex.lock();
+  }
 }
-void push(const StreamPtr& s, std::function<void()> run, std::vector<Mark> after = {}) {
+// Until what is queued now has run, whatever other threads add.
+void until_all_done() {
+  std::vector<Mark> marks;
+  for (const StreamPtr& s : streams) marks.push_back({s, s->submitted});
+  until([&] {
+    for (const Mark& m : marks)
+      if (!done(m)) return false;
+    return true;
+  });
+}
+void push(const StreamPtr& s, std::function<void()> run, std::vector<Mark> after = {},
+          std::chrono::duration<double> takes = {}) {
   if (s == null_stream) {
     for (const StreamPtr& other : streams)
       if (other != null_stream && other->blocking && other->submitted > other->completed)
@@ -128,7 +167,7 @@ void push(const StreamPtr& s, std::function<void()> run, std::vector<Mark> after
   } else if (s->blocking && null_stream->submitted > null_stream->completed) {
     after.push_back({null_stream, null_stream->submitted});
   }
-  s->queue.push_back({std::move(run), std::move(after)});
+  s->queue.push_back({std::move(run), std::move(after), takes, {}});
   ++s->submitted;
 }
 // Queues, or captures.
@@ -287,8 +326,7 @@ cudaError_t cudaFree(void* p) {
   if (!p) return cudaSuccess;
   if (forbidden()) return set(cudaErrorStreamCaptureUnsupported);
   if (!device_memory.erase(reinterpret_cast<uintptr_t>(p))) return set(cudaErrorInvalidValue);
-  while (step_any()) {
-  }
+  until_all_done();
   std::free(p);
   return cudaSuccess;
 }
@@ -303,8 +341,7 @@ cudaError_t cudaFreeHost(void* p) {
   ENTER;
   if (forbidden()) return set(cudaErrorStreamCaptureUnsupported);
   if (!host_memory.erase(reinterpret_cast<uintptr_t>(p))) return set(cudaErrorInvalidValue);
-  while (step_any()) {
-  }
+  until_all_done();
   std::free(p);
   return cudaSuccess;
 }
@@ -328,8 +365,7 @@ cudaError_t cudaHostUnregister(void* p) {
   ENTER;
   const auto i = registered.find(reinterpret_cast<uintptr_t>(p));
   if (i == registered.end()) return set(cudaErrorHostMemoryNotRegistered);
-  while (step_any()) {
-  }
+  until_all_done();
   if (i->second.alias != i->first) munmap(reinterpret_cast<void*>(i->second.alias), i->second.bytes);
   registered.erase(i);
   return cudaSuccess;
@@ -423,20 +459,24 @@ cudaError_t cudaStreamQuery(cudaStream_t s) {
 }
 cudaError_t cudaDeviceSynchronize() {
   ENTER;
-  until([] {
-    for (const StreamPtr& s : streams)
-      if (!s->queue.empty()) return false;
-    return true;
-  });
+  until_all_done();
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
   ENTER;
   if (of(s)->capturing) return set(cudaErrorStreamCaptureIsolation);
-  if (!done(e->mark)) push(of(s), nullptr, {e->mark});
+  if (!waits_are_lost && !done(e->mark)) push(of(s), nullptr, {e->mark});
   return cudaSuccess;
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void* user) { ENTER; return give(s, [=] { f(user); }); }
+
+// Not of the runtime: a kernel that does nothing, for so long from when it is its turn.
+cudaError_t cuda_cpu_sleep(cudaStream_t s, double seconds) {
+  ENTER;
+  if (of(s)->capturing) return set(cudaErrorStreamCaptureUnsupported);
+  push(of(s), nullptr, {}, std::chrono::duration<double>(seconds));
+  return cudaSuccess;
+}
 
 // ---- events
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned flags) {

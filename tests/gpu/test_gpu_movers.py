@@ -1,4 +1,4 @@
-"""The movers on a real GPU: every byte, order behind slow work, graphs, unreachable memory.
+"""The movers on a real GPU: every byte, ids behind slow work, graphs, unreachable memory.
 
 Run with ``VKVMAP_TEST_GPU=1 python -m pytest tests/gpu``; takes about a minute.
 """
@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from benchmarks.model_shapes import SHAPES, PlacedShape, Shape
+from tests.gpu.sides import MOVERS, Sides, slow
 from vkvmap import _C, Region, calibrate, cuda
 from vkvmap.calibrate_probe import synthetic_plan
 from vkvmap.region import Section
 from vkvmap.transfer import Engine
-
-MOVERS = ("kernel", "copy_engine")
 
 
 @pytest.fixture
@@ -25,22 +24,6 @@ def engine() -> Any:
     made = Engine(threads=2)
     yield made
     assert made.shutdown(timeout=60)
-
-
-class Sides:
-    """A cache on the GPU, pinned canonical memory, and copies on the CPU for the host mover."""
-
-    def __init__(self, torch: Any, cache_bytes: int, host_bytes: int, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        self.cache_copy = rng.integers(0, 256, cache_bytes, np.uint8)
-        self.host_copy = rng.integers(0, 256, host_bytes, np.uint8)
-        self.cache = torch.from_numpy(self.cache_copy.copy()).cuda()
-        self.host = torch.from_numpy(self.host_copy.copy()).pin_memory()
-        torch.cuda.synchronize()
-
-    def check(self, what: str) -> None:
-        np.testing.assert_array_equal(self.cache.cpu().numpy(), self.cache_copy, err_msg=what)
-        np.testing.assert_array_equal(self.host.numpy(), self.host_copy, err_msg=what)
 
 
 @pytest.mark.parametrize("mover", MOVERS)
@@ -107,61 +90,6 @@ def test_all_widths_directions_and_launches_are_right(gpu: Any, seed: int) -> No
     with_engine.shutdown()
 
 
-def slow(torch: Any, stream: Any) -> None:
-    """Work that keeps `stream` busy for tens of milliseconds."""
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(60_000_000)
-
-
-@pytest.mark.parametrize("mover", MOVERS)
-@pytest.mark.parametrize("default_stream", [True, False])
-def test_a_load_comes_after_a_pending_zeroing(
-    gpu: Any, engine: Engine, mover: str, default_stream: bool
-) -> None:
-    sides = Sides(gpu, 1 << 20, 1 << 20)
-    plan = synthetic_plan(
-        sides.cache.data_ptr(),
-        1 << 20,
-        sides.host.data_ptr(),
-        1 << 20,
-        page_bytes=1 << 16,
-        run_bytes=1024,
-        spread=1,
-    )
-    stream = gpu.cuda.default_stream() if default_stream else gpu.cuda.Stream()
-    slow(gpu, stream)
-    with gpu.cuda.stream(stream):
-        sides.cache.zero_()
-    ids = np.arange(16, dtype=np.int64)
-    engine.submit(plan, 1, [(0, ids, ids)], mover=mover, stream=stream).check(60)
-    sides.cache_copy[:] = sides.host_copy
-    sides.check(mover)
-
-
-@pytest.mark.parametrize("mover", MOVERS)
-def test_a_store_carries_what_the_compute_stream_is_still_writing(
-    gpu: Any, engine: Engine, mover: str
-) -> None:
-    sides = Sides(gpu, 1 << 20, 1 << 20)
-    plan = synthetic_plan(
-        sides.cache.data_ptr(),
-        1 << 20,
-        sides.host.data_ptr(),
-        1 << 20,
-        page_bytes=1 << 16,
-        run_bytes=1024,
-        spread=1,
-    )
-    stream = gpu.cuda.Stream()
-    slow(gpu, stream)
-    with gpu.cuda.stream(stream):
-        sides.cache.fill_(0x5C)
-    ids = np.arange(16, dtype=np.int64)
-    engine.submit(plan, 0, [(0, ids, ids)], mover=mover, stream=stream).check(60)
-    sides.cache_copy[:] = sides.host_copy[:] = 0x5C
-    sides.check(mover)
-
-
 def test_ids_of_transfers_behind_slow_work_are_their_own(gpu: Any) -> None:
     page, blocks = 64, 40_000
     sides = Sides(gpu, page * blocks, page * blocks)
@@ -214,6 +142,84 @@ def test_a_graph_replays_with_other_ids_and_fewer(gpu: Any) -> None:
         gpu.cuda.synchronize()
         sides.host_copy.reshape(blocks, page)[pages] = sides.cache_copy.reshape(blocks, page)[ids]
         sides.check(f"{count} pairs")
+
+
+def two_groups(torch: Any, layers: int) -> tuple[Sides, Any, Any]:
+    """Memory, plan and the plan of the CPU copies for the first layers of a model of two groups."""
+    shape = next(shape for shape in SHAPES if shape.model == "gemma-3-27b")
+    placed = PlacedShape(shape, 4, 4, layers=layers)
+    assert len(placed.groups) == 2
+    sides = Sides(torch, placed.cache_bytes, placed.region_bytes)
+    plan = placed.plan(sides.cache.data_ptr(), sides.host.data_ptr())
+    return sides, plan, placed.plan(sides.cache_copy.ctypes.data, sides.host_copy.ctypes.data)
+
+
+def ids(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int64)
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("layers", [1, 8])  # one: the other group's layers are on another stage
+def test_on_a_stream_groups_move_as_an_engine_moves_them(
+    gpu: Any, engine: Engine, mover: str, layers: int
+) -> None:
+    sides, plan, truth = two_groups(gpu, layers)
+    stream = gpu.cuda.Stream()
+    for direction in (0, 1):
+        groups = [(0, ids(0, 2), ids(3, 1)), (1, ids(1, 3), ids(2, 0))]
+        engine.submit(truth, direction, groups, mover="host").check(60)
+        cuda.enqueue(mover, plan, direction, groups, stream)
+        sides.check(f"{mover} {direction}")
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+def test_on_a_stream_wrong_ids_are_refused_and_nothing_moves(gpu: Any, mover: str) -> None:
+    sides, plan, _ = two_groups(gpu, 8)
+    stream = gpu.cuda.Stream()
+    good = (0, ids(0), ids(0))
+    for groups, sentence in (
+        ([good, (1, ids(4), ids(0))], r"group 1 .*block 4 is not in \[0, 4\)"),
+        ([good, (1, ids(0), ids(-1))], r"group 1 .*page -1 is not in \[0, 4\)"),
+        ([good, (1, ids(0, 1), ids(2, 2))], "page 2 is a destination twice"),
+        ([good, (0, ids(1), ids(1))], "group 0 is listed twice"),
+        ([good, (2, ids(0), ids(0))], "group 2 does not exist"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            cuda.enqueue(mover, plan, 0, groups, stream)
+    sides.check(mover)
+
+
+def test_a_graph_keeps_its_ids_when_others_are_refused(gpu: Any, engine: Engine) -> None:
+    sides, plan, truth = two_groups(gpu, 8)
+    transfer = cuda.GraphTransfer(plan, 0, {0: 2, 1: 1})
+    graph, stream = gpu.cuda.CUDAGraph(), gpu.cuda.Stream()
+    with gpu.cuda.graph(graph, stream=stream):
+        transfer.launch(gpu.cuda.current_stream())
+    kept = [(0, ids(0, 1), ids(2, 3)), (1, ids(3), ids(1))]
+    transfer.set_ids(kept)
+    for groups, sentence in (
+        ([(0, ids(2, 3), ids(0, 1)), (1, ids(0, 1), ids(2, 3))], "made for 1; make it with"),
+        ([(0, ids(2, 3), ids(0, 1)), (1, ids(0), ids(9))], "page 9 is not in"),
+        ([(0, ids(2), ids(0)), (0, ids(3), ids(1))], "group 0 is listed twice"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            transfer.set_ids(groups)
+    graph.replay()
+    engine.submit(truth, 0, kept, mover="host").check(60)
+    sides.check("what was kept")
+
+
+def test_a_graph_is_made_for_groups_that_are_named_once(gpu: Any) -> None:
+    sides, plan, _ = two_groups(gpu, 8)
+    with pytest.raises(ValueError, match="made for 0; make it with"):
+        cuda.GraphTransfer(plan, 0, {0: 2}).set_ids([(1, ids(0), ids(0))])
+    with pytest.raises(ValueError, match="group 2 does not exist"):
+        cuda.GraphTransfer(plan, 0, {2: 2})
+    # Destinations are distinct, so more than there are cannot be asked for.
+    many = cuda.GraphTransfer(plan, 1, {0: 1 << 60, 1: 4})
+    every = np.arange(4, dtype=np.int64)
+    many.set_ids([(0, every, every), (1, every, every)])
+    sides.check("nothing was launched")
 
 
 def test_a_region_is_pinned_in_pieces_and_moved(gpu: Any) -> None:

@@ -83,15 +83,18 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield found
 
 
-def setting() -> tuple[Setup, memoryview]:
-    """Two layers of one rank, and memory for as many rows as there are blocks."""
+def setting(place: Callable[[np.ndarray], Any] = lambda array: array) -> tuple[Setup, memoryview]:
+    """Two layers of one rank, and memory for as many rows as there are blocks.
+
+    `place` puts a layer's array where the cache is to be: returns what a `CacheView` takes.
+    """
     table = LayerTable(
         LayerSpec.attention(name, num_kv_heads=HEADS, head_size=SIZE) for name in NAMES
     )
     rng = np.random.default_rng(0)
     caches = {
         name: CacheView.of(
-            rng.integers(0, 1 << 16, (BLOCKS, HEADS, BLOCK, 2 * SIZE)).astype(np.uint16),
+            place(rng.integers(0, 1 << 16, (BLOCKS, HEADS, BLOCK, 2 * SIZE)).astype(np.uint16)),
             "packed_hnd",
             BLOCK,
         )
