@@ -125,7 +125,9 @@ class ChunkFiles:
             scratch[len(header) : len(header) + rest] = payload[main:].data
             scratch[len(header) + rest : len(header) + tail] = bytes(tail - rest)
         pieces = [scratch[: len(header)], payload.data[:main], scratch[len(header) :][:tail]]
-        self._all(self.files.writev, fd, pieces, 0)
+        done = self._all(self.files.writev, fd, pieces, 0)
+        if done < len(header) + padded_bytes:
+            raise OSError(errno.EIO, f"a write at byte {done} came back with nothing written")
         if sync:
             self.files.sync(fd)
 

@@ -813,6 +813,20 @@ def test_a_failed_write_leaves_nothing(path, call, error, outcome):
     assert stats(path).temporaries == 0 and not list(ls(path))
 
 
+def test_a_write_that_comes_back_with_nothing_written_fails(path):
+    class Lazy(FileSystem):
+        def writev(self, fd, buffers, offset):
+            return super().writev(fd, [buffers[0][:512]], offset) if offset == 0 else 0
+
+    with CanonicalStore(path, IDENTITY, files=Lazy(), direct=False) as store:
+        job = store.put([key_of(1)], "full", [content_of(key_of(1), FULL)])
+        assert job.wait(30) and job.outcomes == ["failed"]
+        assert "at byte 512 came back with nothing written" in job.reasons[0]
+        assert get(store, [1]) == ["miss"]
+        assert store.snapshot()["used_bytes"] == 0
+    assert stats(path).temporaries == 0 and not list(ls(path))
+
+
 def test_a_chunk_under_another_name_is_never_served(path):
     with CanonicalStore(path, IDENTITY) as store:
         put(store, [1, 2])
