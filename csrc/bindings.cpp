@@ -163,7 +163,7 @@ const char* lane_name(Lane lane) {
 std::shared_ptr<Plan> make_plan(const py::buffer& descriptor,
                                 const std::vector<std::pair<uint64_t, uint64_t>>& local,
                                 const std::vector<std::pair<uint64_t, uint64_t>>& host,
-                                std::vector<std::string> layer_names) {
+                                std::vector<std::string> layer_names, std::string device) {
   const Buffer bytes(descriptor, PyBUF_C_CONTIGUOUS, "descriptor", "contiguous bytes");
   auto ranges = [](const auto& pairs) {
     std::vector<vkvmap::Range> converted;
@@ -171,7 +171,8 @@ std::shared_ptr<Plan> make_plan(const py::buffer& descriptor,
     return converted;
   };
   return std::make_shared<Plan>(bytes.view().buf, static_cast<size_t>(bytes.view().len),
-                                ranges(local), ranges(host), std::move(layer_names));
+                                ranges(local), ranges(host), std::move(layer_names),
+                                std::move(device));
 }
 
 JobPtr submit(Engine& engine, std::shared_ptr<Plan> plan, int direction, const py::list& groups,
@@ -341,7 +342,8 @@ PYBIND11_MODULE(_C, module) {
 
   py::class_<Plan, std::shared_ptr<Plan>>(module, "Plan")
       .def(py::init(&make_plan), py::arg("descriptor"), py::arg("local_ranges"),
-           py::arg("host_ranges"), py::arg("layer_names") = std::vector<std::string>{})
+           py::arg("host_ranges"), py::arg("layer_names") = std::vector<std::string>{},
+           py::arg("device") = "cpu")
       .def_property_readonly("nbytes", &Plan::size)
       .def_property_readonly("num_layers", [](const Plan& p) { return p.header().num_layers; })
       .def_property_readonly("num_tiles", [](const Plan& p) { return p.header().num_tiles; })

@@ -15,6 +15,7 @@
 #include "host_mover.h"
 #include "host_program.h"
 #include "mover.h"
+#include "refuse.h"
 #include "tile.h"
 
 namespace vkvmap {
@@ -49,6 +50,9 @@ class HostMover : public Mover {
   uint64_t slice_bytes() const noexcept override { return kSliceBytes; }
 
   std::shared_ptr<void> prepare(const Plan& plan) override {
+    if (plan.device() != "cpu")
+      refuse("the caches are on ", plan.device(),
+             ", which the host mover cannot reach; use the kernel or the copy_engine mover");
     return std::make_shared<HostProgram>(plan);
   }
 

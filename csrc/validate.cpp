@@ -210,10 +210,12 @@ void check_written_once(const Tile* tiles, TableKey key, bool to_host, uint64_t 
 }  // namespace
 
 Plan::Plan(const void* descriptor, size_t size, std::vector<Range> local_ranges,
-           std::vector<Range> host_ranges, std::vector<std::string> layer_names)
+           std::vector<Range> host_ranges, std::vector<std::string> layer_names,
+           std::string device)
     : local_ranges_(normalized(std::move(local_ranges), "local")),
       host_ranges_(normalized(std::move(host_ranges), "host")),
-      layer_names_(std::move(layer_names)) {
+      layer_names_(std::move(layer_names)),
+      device_(std::move(device)) {
   words_.resize((std::max(size, sizeof(DescriptorHeader)) + 7) / 8);
   if (size != 0) std::memcpy(words_.data(), descriptor, size);
   check_structure(size);

@@ -52,9 +52,11 @@ class Mover;
 
 class Plan {
  public:
-  // Throws std::invalid_argument naming layer, value, rule and remedy.
+  // `device` is where the local ranges are: "cpu", or what the caller calls its device. Throws
+  // std::invalid_argument naming layer, value, rule and remedy.
   Plan(const void* descriptor, size_t size, std::vector<Range> local_ranges,
-       std::vector<Range> host_ranges, std::vector<std::string> layer_names);
+       std::vector<Range> host_ranges, std::vector<std::string> layer_names,
+       std::string device = "cpu");
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
@@ -69,6 +71,7 @@ class Plan {
   const std::vector<GroupInfo>& groups() const { return groups_; }
   const std::vector<Range>& local_ranges() const { return local_ranges_; }
   const std::vector<Range>& host_ranges() const { return host_ranges_; }
+  const std::string& device() const { return device_; }
 
   uint32_t first_tile(const LayerClass& c, Direction d) const {
     return d == Direction::Store ? c.store_first_tile : c.load_first_tile;
@@ -106,6 +109,7 @@ class Plan {
   std::vector<Range> local_ranges_;
   std::vector<Range> host_ranges_;
   std::vector<std::string> layer_names_;
+  std::string device_;
   std::vector<GroupInfo> groups_;
   std::vector<uint64_t> local_extent_;
   std::vector<uint64_t> host_extent_;

@@ -72,7 +72,7 @@ class Checkout:
         import pybind11
 
         built = shutil.ignore_patterns("*.so", "__pycache__")
-        for name in ("vkvmap", "benchmarks", "tests"):
+        for name in ("vkvmap", "benchmarks", "scripts", "tests"):
             shutil.copytree(ROOT / name, draft / name, ignore=built)
         shutil.copy(ROOT / "pyproject.toml", draft)
         own = draft / "bindings"
@@ -83,14 +83,14 @@ class Checkout:
         module = draft / "vkvmap" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
         run("g++", "-shared", *objects, *own.glob("*.o"), "-lpthread", "-o", module)
 
-    def python(
-        self, *arguments: str, cache: Path, timeout: float = 600, **env: str
+    def run(
+        self, *command: str, cache: Path, timeout: float = 600, **env: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run Python in the copy; `cache` is the user's cache directory there."""
+        """Run a command in the copy; `cache` is the user's cache directory there."""
         outer = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         path = os.pathsep.join(map(str, (self.root, self.root / "tests" / "cuda_cpu" / "python")))
         return subprocess.run(
-            [sys.executable, *arguments],
+            command,
             cwd=self.root,
             capture_output=True,
             text=True,
@@ -98,3 +98,7 @@ class Checkout:
             timeout=timeout,
             env={**outer, "PYTHONPATH": path, "XDG_CACHE_HOME": str(cache), **env},
         )
+
+    def python(self, *arguments: str, cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run Python in the copy."""
+        return self.run(sys.executable, *arguments, cache=cache, **env)

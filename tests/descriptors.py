@@ -151,12 +151,13 @@ class World:
         header["total_bytes"] = sum(part.nbytes for part in parts)
         return np.concatenate([part.view(np.uint8) for part in parts])
 
-    def plan(self, descriptor: Any = None) -> _C.Plan:
+    def plan(self, descriptor: Any = None, device: str = "cpu") -> _C.Plan:
         return _C.Plan(
             self.descriptor() if descriptor is None else descriptor,
             [(self.cache.ctypes.data, self.cache.nbytes)],
             [(self.region.ctypes.data, self.region.nbytes)],
             self.names,
+            device,
         )
 
     def scramble(self, seed: int) -> None:

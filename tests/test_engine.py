@@ -164,6 +164,19 @@ def test_a_bad_id_is_named_and_nothing_moves(
     submit(engine, world, direction, [0, 1], [0, 1], plan=plan).check(60)
 
 
+def test_caches_elsewhere_are_not_touched_by_the_host_mover(engine: Engine) -> None:
+    world = heads()
+    world.scramble(1)
+    before = world.cache.copy(), world.region.copy()
+    plan = world.plan(device="cuda:0")
+    for direction in (STORE, LOAD):
+        with pytest.raises(PlanError, match="on cuda:0, which the host mover cannot reach"):
+            submit(engine, world, direction, [0], [0], plan=plan)
+    assert engine.in_flight == 0
+    assert np.array_equal(world.cache, before[0])
+    assert np.array_equal(world.region, before[1])
+
+
 def test_lists_that_do_not_fit_are_refused(engine: Engine) -> None:
     plan = heads().plan()
     with pytest.raises(PlanError, match="2 block ids and 1 page ids"):

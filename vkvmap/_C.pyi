@@ -19,6 +19,7 @@ class Plan:
         local_ranges: Sequence[tuple[int, int]],
         host_ranges: Sequence[tuple[int, int]],
         layer_names: Sequence[str] = ...,
+        device: str = "cpu",
     ) -> None: ...
     @property
     def nbytes(self) -> int: ...

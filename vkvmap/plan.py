@@ -91,6 +91,7 @@ class PackedPlan:
             _storages(mappings, caches),
             [(region.address, region.nbytes)],
             list(mappings.layers),
+            self.device,
         )
         region.hold(self)
 

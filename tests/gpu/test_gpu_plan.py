@@ -107,5 +107,7 @@ def test_a_mover_that_cannot_reach_the_cache_is_refused(gpu: Any, engine: Engine
         with pytest.raises(PlanError, match="cannot reach caches on 'cuda:0'"):
             TransferPlan(mappings, rank.views(), region, mover="host", engine=engine)
         with TransferPlan(mappings, rank.views(), region, mover="kernel", engine=engine) as plan:
+            with pytest.raises(PlanError, match="on cuda:0, which the host mover cannot reach"):
+                engine.submit(plan.packed.native, 0, [(0, EVERY, EVERY)])
             with pytest.raises(PlanError, match=r"not registered with CUDA\. Pin the region"):
                 plan.store((rank.blocks, EVERY))
