@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings.h"
 #include "descriptor.h"
 #include "engine.h"
 #include "fastdiv.h"
@@ -94,7 +95,8 @@ py::dict descriptor_layout() {
 #undef VKVMAP_FIELD
 
 
-using vkvmap::Direction;
+using vkvmap::Buffer;
+using vkvmap::direction_of;
 using vkvmap::Engine;
 using vkvmap::Job;
 using vkvmap::JobPtr;
@@ -104,50 +106,11 @@ using vkvmap::Plan;
 // Checking and queueing this many pairs takes longer than handing the interpreter over.
 constexpr size_t kPairsWorthTheGil = 4096;
 
-// A view of somebody's memory for as long as this lives.
-class Buffer {
- public:
-  Buffer(py::handle source, int flags, const char* what, const char* wanted) {
-    if (PyObject_GetBuffer(source.ptr(), &view_, flags) != 0) {
-      PyErr_Clear();
-      throw py::type_error(std::string(what) + " must be " + wanted + ", not " +
-                           Py_TYPE(source.ptr())->tp_name);
-    }
-  }
-  ~Buffer() { PyBuffer_Release(&view_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  const Py_buffer& view() const { return view_; }
-  bool holds(const char* formats, py::ssize_t itemsize) const {
-    const char* format = view_.format ? view_.format : "B";
-    if (*format == '@' || *format == '=' || *format == '<') ++format;
-    return view_.itemsize == itemsize && format[0] != 0 && format[1] == 0 &&
-           std::string(formats).find(format[0]) != std::string::npos;
-  }
-
- private:
-  Py_buffer view_{};
-};
-
-std::unique_ptr<Buffer> id_array(py::handle source, const char* what) {
-  constexpr const char* kWanted = "a contiguous one-dimensional int64 array";
-  auto buffer = std::make_unique<Buffer>(source, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT, what, kWanted);
-  if (!buffer->holds("lq", 8) || buffer->view().ndim != 1) {
-    throw py::type_error(std::string(what) + " must be " + kWanted);
-  }
-  return buffer;
-}
-
 // What a job keeps alive until its last byte: dropped by the engine on a calling thread.
 struct Kept {
   py::object object;
   std::unique_ptr<Buffer> progress;
 };
-
-Direction direction_of(int value) {
-  if (value != 0 && value != 1) throw py::value_error("direction must be STORE (0) or LOAD (1)");
-  return static_cast<Direction>(value);
-}
 
 Lane lane_of(const std::string& name) {
   if (name == "store") return Lane::Store;
@@ -170,9 +133,9 @@ std::shared_ptr<Plan> make_plan(const py::buffer& descriptor,
     for (const auto& [address, length] : pairs) converted.push_back({address, length});
     return converted;
   };
-  return std::make_shared<Plan>(bytes.view().buf, static_cast<size_t>(bytes.view().len),
-                                ranges(local), ranges(host), std::move(layer_names),
-                                std::move(device));
+  return vkvmap::freed_without_gil(std::make_shared<Plan>(
+      bytes.view().buf, static_cast<size_t>(bytes.view().len), ranges(local), ranges(host),
+      std::move(layer_names), std::move(device)));
 }
 
 JobPtr submit(Engine& engine, std::shared_ptr<Plan> plan, int direction, const py::list& groups,
@@ -191,26 +154,8 @@ JobPtr submit(Engine& engine, std::shared_ptr<Plan> plan, int direction, const p
   request.report = report;
   request.notify = notify;
 
-  std::vector<std::unique_ptr<Buffer>> arrays;
-  size_t pairs = 0;
-  for (const py::handle item : groups) {
-    const auto entry = py::cast<py::tuple>(item);
-    if (entry.size() != 3) throw py::value_error("groups must be (group, blocks, pages) tuples");
-    const auto group = py::cast<uint32_t>(entry[0]);
-    arrays.push_back(id_array(entry[1], "blocks"));
-    const Py_buffer& blocks = arrays.back()->view();
-    arrays.push_back(id_array(entry[2], "pages"));
-    const Py_buffer& pages = arrays.back()->view();
-    if (blocks.len != pages.len) {
-      throw py::value_error("group " + std::to_string(group) + ": there are " +
-                            std::to_string(blocks.len / 8) + " block ids and " +
-                            std::to_string(pages.len / 8) + " page ids; they come in pairs");
-    }
-    request.groups.push_back({group, static_cast<const int64_t*>(blocks.buf),
-                              static_cast<const int64_t*>(pages.buf),
-                              static_cast<size_t>(blocks.len / 8)});
-    pairs += static_cast<size_t>(blocks.len / 8);
-  }
+  const vkvmap::IdLists ids(groups);
+  request.groups = ids.groups;
 
   auto kept = std::make_unique<Kept>();
   kept->object = keep;
@@ -236,7 +181,7 @@ JobPtr submit(Engine& engine, std::shared_ptr<Plan> plan, int direction, const p
   JobPtr job;
   {
     std::optional<py::gil_scoped_release> released;
-    if (pairs > kPairsWorthTheGil) released.emplace();
+    if (ids.num_pairs > kPairsWorthTheGil) released.emplace();
     job = engine.submit(request);
   }
   return job;
@@ -365,7 +310,8 @@ PYBIND11_MODULE(_C, module) {
       .def("cancel", &Job::cancel);
 
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
-      .def(py::init(&Engine::create), py::arg("threads"))
+      .def(py::init([](size_t threads) { return freed_without_gil(Engine::create(threads)); }),
+           py::arg("threads"))
       .def_property_readonly("threads", &Engine::num_threads)
       .def_property_readonly("in_flight", &Engine::in_flight)
       .def("submit", &submit, py::arg("plan"), py::arg("direction"), py::arg("groups"),

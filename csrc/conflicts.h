@@ -7,7 +7,7 @@
 // Spaces that overlap without agreeing on what an id means are rivals: their transfers are ordered
 // as a whole, which is always right and only costs overlap.
 //
-// Contract: called under the engine's submit lock. `seq` numbers ascend with submission and are never
+// Contract: one caller at a time. `seq` numbers ascend with submission and are never
 // reused; a seq below `oldest_live` has finished. Cost per id: one cell of 32 bytes.
 #pragma once
 

@@ -4,7 +4,8 @@
 //
 // What must stay true: never part of a graph (batched copies cannot be captured); never on the legacy
 // default stream (batched copies refuse it); copies within a batch have no order, which is fine since
-// a validated transfer writes no byte twice.
+// a validated transfer writes no byte twice; no copy leaves one allocation or registration for the
+// next, which CUDA refuses.
 #include <algorithm>
 #include <array>
 #include <mutex>
@@ -12,6 +13,7 @@
 #include "cuda_mover.h"
 #include "cuda_plan.h"
 #include "cuda_transfer.h"
+#include "pinning.h"
 #include "tile.h"
 
 namespace vkvmap {
@@ -61,28 +63,29 @@ struct CopyPlan {
 // Gathers contiguous copies, joining neighbours, and sends them on.
 class Batch {
  public:
-  Batch(Direction direction, bool batched, cudaStream_t stream)
+  // `starts`: addresses at which allocations and registrations begin, ascending.
+  Batch(Direction direction, bool batched, cudaStream_t stream, std::vector<uint64_t> starts)
       : kind_(direction == Direction::Store ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice),
         store_(direction == Direction::Store),
         batched_(batched),
-        stream_(stream) {}
+        stream_(stream),
+        starts_(std::move(starts)) {}
 
   void add(uint64_t local, uint64_t host, uint64_t bytes) {
-    const uint64_t source = store_ ? local : host, target = store_ ? host : local;
-    if (!sizes_.empty() && sources_.back() + sizes_.back() == source &&
-        targets_.back() + sizes_.back() == target) {
-      sizes_.back() += bytes;
-      return;
+    for (uint64_t cut; (cut = first_start_within(host, bytes)) != 0;) {
+      add_whole(local, host, cut);
+      local += cut;
+      host += cut;
+      bytes -= cut;
     }
-    if (sizes_.size() == kBatch) flush();
-    sources_.push_back(source);
-    targets_.push_back(target);
-    sizes_.push_back(bytes);
+    add_whole(local, host, bytes);
   }
 
   void add_box(const CopyBox& box, uint64_t local_page, uint64_t host_page) {
     const uint64_t local = local_page + box.local_offset, host = host_page + box.host_offset;
-    if (box.rows == 1 || std::max(box.local_stride, box.host_stride) > kMaxPitch) {
+    const uint64_t span = (box.rows - 1) * box.host_stride + box.bytes;
+    if (box.rows == 1 || std::max(box.local_stride, box.host_stride) > kMaxPitch ||
+        first_start_within(host, span) != 0) {
       for (uint64_t r = 0; r < box.rows; ++r)
         add(local + r * box.local_stride, host + r * box.host_stride, box.bytes);
       return;
@@ -120,18 +123,54 @@ class Batch {
   }
 
  private:
+  bool is_start(uint64_t address) const {
+    return std::binary_search(starts_.begin(), starts_.end(), address);
+  }
+  // How far from `address` the first of them is that lies behind it and before its `bytes` end; 0 if
+  // there is none.
+  uint64_t first_start_within(uint64_t address, uint64_t bytes) const {
+    const auto next = std::upper_bound(starts_.begin(), starts_.end(), address);
+    return next != starts_.end() && *next - address < bytes ? *next - address : 0;
+  }
+
+  void add_whole(uint64_t local, uint64_t host, uint64_t bytes) {
+    const uint64_t source = store_ ? local : host, target = store_ ? host : local;
+    if (!sizes_.empty() && sources_.back() + sizes_.back() == source &&
+        targets_.back() + sizes_.back() == target && !is_start(local) && !is_start(host)) {
+      sizes_.back() += bytes;
+      return;
+    }
+    if (sizes_.size() == kBatch) flush();
+    sources_.push_back(source);
+    targets_.push_back(target);
+    sizes_.push_back(bytes);
+  }
+
   const cudaMemcpyKind kind_;
   const bool store_, batched_;
   const cudaStream_t stream_;
+  const std::vector<uint64_t> starts_;
   std::vector<uint64_t> sources_, targets_;
   std::vector<size_t> sizes_;
 };
+
+std::vector<uint64_t> memory_starts(const Plan& plan) {
+  std::vector<uint64_t> starts;
+  for (const Range& range : plan.local_ranges()) starts.push_back(range.address);
+  for (const Range& range : plan.host_ranges()) {
+    starts.push_back(range.address);
+    const std::vector<uint64_t> pieces = piece_starts(range.address, range.address + range.bytes);
+    starts.insert(starts.end(), pieces.begin(), pieces.end());
+  }
+  std::sort(starts.begin(), starts.end());
+  return starts;
+}
 
 void copy_units(const Transfer& transfer, uint64_t first, uint64_t last, cudaStream_t stream) {
   const auto& copies = *static_cast<const CopyPlan*>(transfer.state.get());
   const bool batched = copies.pinned && batched_copy() != nullptr && stream != nullptr &&
                        stream != cudaStreamLegacy;
-  Batch batch(transfer.direction, batched, stream);
+  Batch batch(transfer.direction, batched, stream, memory_starts(*transfer.plan));
   for (const WorkList& list : transfer.lists) {
     const uint64_t end = list.first_unit + list.num_layers * list.num_pairs;
     const auto& boxes =

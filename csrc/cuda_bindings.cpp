@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "bindings.h"
 #include "coalescing.h"
 #ifdef VKVMAP_WITH_CUDA
 #include "cuda_direct.h"
@@ -15,11 +16,6 @@ namespace py = pybind11;
 namespace vkvmap {
 
 namespace {
-
-Direction direction_of(int value) {
-  if (value != 0 && value != 1) throw py::value_error("direction must be STORE (0) or LOAD (1)");
-  return static_cast<Direction>(value);
-}
 
 // Arithmetic on a plan: needs neither CUDA nor a GPU.
 void bind_coalescing(py::module_& cuda) {
@@ -79,34 +75,9 @@ py::dict tuning_view(const KernelTuning& t) {
   return view;
 }
 
-// Contiguous int64 views, held for as long as the ids point into them.
-struct Ids {
-  std::vector<py::buffer_info> arrays;
-  std::vector<GroupIds> groups;
-};
-
-Ids ids_of(const std::vector<std::tuple<uint32_t, py::buffer, py::buffer>>& groups) {
-  Ids ids;
-  for (const auto& [group, blocks, pages] : groups) {
-    for (const py::buffer* array : {&blocks, &pages}) {
-      py::buffer_info info = array->request();
-      if (info.ndim != 1 || info.itemsize != 8 || info.strides[0] != 8 ||
-          (info.format != "l" && info.format != "q"))
-        throw py::type_error("ids must be contiguous one-dimensional int64 arrays");
-      ids.arrays.push_back(std::move(info));
-    }
-    const py::buffer_info& b = ids.arrays[ids.arrays.size() - 2];
-    const py::buffer_info& p = ids.arrays.back();
-    if (b.size != p.size) throw py::value_error("block ids and page ids come in pairs");
-    ids.groups.push_back({group, static_cast<const int64_t*>(b.ptr),
-                          static_cast<const int64_t*>(p.ptr), static_cast<size_t>(b.size)});
-  }
-  return ids;
-}
-
 template <class M>
 void enqueue_with(M& mover, const std::shared_ptr<const Plan>& plan, Direction direction,
-                  const Ids& ids, uintptr_t stream) {
+                  const IdLists& ids, uintptr_t stream) {
   Transfer transfer = make_direct_transfer(plan, direction, ids.groups);
   if (transfer.num_units == 0) return;
   transfer.state = plan->mover_state(mover);
@@ -139,9 +110,8 @@ void bind_cuda(py::module_& module) {
     plan.mover_state(find_mover(mover));
   }, py::arg("mover"), py::arg("plan"));
   cuda.def("enqueue", [](const std::string& mover, std::shared_ptr<Plan> plan, int direction,
-                         const std::vector<std::tuple<uint32_t, py::buffer, py::buffer>>& groups,
-                         uintptr_t stream) {
-    const Ids ids = ids_of(groups);
+                         const py::list& groups, uintptr_t stream) {
+    const IdLists ids(groups);
     py::gil_scoped_release released;
     if (mover == "kernel")
       enqueue_with(kernel_mover(), plan, direction_of(direction), ids, stream);
@@ -149,32 +119,32 @@ void bind_cuda(py::module_& module) {
       enqueue_with(copy_engine_mover(), plan, direction_of(direction), ids, stream);
     else
       throw py::value_error("mover '" + mover + "' runs on no stream; use kernel or copy_engine");
-  }, py::arg("mover"), py::arg("plan"), py::arg("direction"), py::arg("groups"),
+  }, py::arg("mover"), py::arg("plan").none(false), py::arg("direction"), py::arg("groups"),
      py::arg("stream"));
 
-  py::class_<GraphTransfer>(cuda, "GraphTransfer")
+  py::class_<GraphTransfer, std::shared_ptr<GraphTransfer>>(cuda, "GraphTransfer")
       .def(py::init([](std::shared_ptr<Plan> plan, int direction,
                        const std::vector<std::pair<uint32_t, uint64_t>>& capacities) {
              std::vector<GraphTransfer::Capacity> list;
              for (const auto& [group, pairs] : capacities) list.push_back({group, pairs});
              const Direction d = direction_of(direction);
-             return std::make_unique<GraphTransfer>(plan, d, list, kernel_mover().tuning(d));
-           }), py::arg("plan"), py::arg("direction"), py::arg("capacities"))
-      .def("set_ids", [](GraphTransfer& t,
-                         const std::vector<std::tuple<uint32_t, py::buffer, py::buffer>>& groups) {
-             const Ids ids = ids_of(groups);
-             t.set_ids(ids.groups);
+             py::gil_scoped_release released;
+             return freed_without_gil(
+                 std::make_shared<GraphTransfer>(plan, d, list, kernel_mover().tuning(d)));
+           }), py::arg("plan").none(false), py::arg("direction"), py::arg("capacities"))
+      .def("set_ids", [](GraphTransfer& t, const py::list& groups) {
+             t.set_ids(IdLists(groups).groups);
            }, py::arg("groups"))
       .def("launch", &GraphTransfer::launch, py::arg("stream"))
       .def_property_readonly("num_launches", &GraphTransfer::num_launches);
 
-  py::class_<Registration>(cuda, "Registration")
+  py::class_<Registration, std::shared_ptr<Registration>>(cuda, "Registration")
       .def(py::init([](const std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>& ranges,
                        uint64_t max_piece_bytes) {
              std::vector<PinRange> list;
              for (const auto& [address, bytes, row] : ranges) list.push_back({address, bytes, row});
              py::gil_scoped_release released;
-             return std::make_unique<Registration>(list, max_piece_bytes);
+             return freed_without_gil(std::make_shared<Registration>(list, max_piece_bytes));
            }), py::arg("ranges"), py::arg("max_piece_bytes") = kMaxPieceBytes)
       .def_property_readonly("pinned", &Registration::pinned)
       .def_property_readonly("why_not", &Registration::why_not)

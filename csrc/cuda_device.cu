@@ -93,8 +93,8 @@ Device::Device(int ordinal) : ordinal(ordinal) {
   int least = 0, greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
   // Transfers give way to computation at block granularity; the expedited lane gives way to nothing.
-  const int priorities[3] = {least, least, greatest};
-  for (unsigned lane = 0; lane < 3; ++lane) {
+  const int priorities[] = {least, least, greatest, greatest};
+  for (unsigned lane = 0; lane < 4; ++lane) {
     const cudaError_t error =
         cudaStreamCreateWithPriority(&streams_[lane], cudaStreamNonBlocking, priorities[lane]);
     if (error != cudaSuccess) {

@@ -1,8 +1,9 @@
-// What one GPU keeps for all plans: a stream per lane, and a ring of mapped pinned slots through
-// which long pair lists reach the kernel.
+// What one GPU keeps for all plans: a stream per lane and one for what is set up, and a ring of mapped
+// pinned slots through which long pair lists reach the kernel.
 //
 // What must stay true: a slot is not written again before the launch that reads it has finished (its
-// event says so); lanes never share a stream, so a load never queues behind a store; streams are
+// event says so); lanes never share a stream, so a load never queues behind a store, and whoever
+// submits queues behind neither; streams are
 // non-blocking, so the legacy default stream neither waits for them nor holds them up. A device's
 // state lives as long as the process: the driver may be gone before static destructors run.
 #pragma once
@@ -67,7 +68,7 @@ class PairRing {
   uint64_t turns_ = 0;
 };
 
-enum class Lane : unsigned { store = 0, load = 1, expedited = 2 };
+enum class Lane : unsigned { store = 0, load = 1, expedited = 2, setup = 3 };
 
 class Device {
  public:
@@ -83,7 +84,7 @@ class Device {
   ~Device();
 
   PairRing ring_;
-  cudaStream_t streams_[3] = {};
+  cudaStream_t streams_[4] = {};
 };
 
 }  // namespace vkvmap::cuda

@@ -11,6 +11,13 @@ namespace vkvmap {
 
 namespace {
 
+// Where the ids of one plan's direct transfers are checked; nothing is remembered of them, since
+// nobody orders them.
+struct Desk {
+  std::mutex mutex;
+  Intake intake;
+};
+
 void add_list(Transfer& transfer, uint32_t class_index, uint64_t num_pairs) {
   const LayerClass& c = transfer.plan->classes()[class_index];
   if (num_pairs == 0 || transfer.plan->page_bytes(c, transfer.direction) == 0) return;
@@ -24,14 +31,15 @@ void add_list(Transfer& transfer, uint32_t class_index, uint64_t num_pairs) {
 
 Transfer make_direct_transfer(std::shared_ptr<const Plan> plan, Direction direction,
                               const std::vector<GroupIds>& groups) {
-  static std::mutex mutex;
-  static Intake intake;
+  static const char owner = 0;
+  const auto desk = std::static_pointer_cast<Desk>(
+      plan->kept(&owner, [] { return std::make_shared<Desk>(); }));
   SubmitRequest request;
   request.plan = std::move(plan);
   request.direction = direction;
   request.groups = groups;
-  std::lock_guard<std::mutex> lock(mutex);
-  return intake.read(request);
+  std::lock_guard<std::mutex> lock(desk->mutex);
+  return desk->intake.read(request);
 }
 
 GraphTransfer::GraphTransfer(std::shared_ptr<const Plan> plan, Direction direction,
@@ -39,14 +47,16 @@ GraphTransfer::GraphTransfer(std::shared_ptr<const Plan> plan, Direction directi
     : plan_(plan), direction_(direction) {
   const uint32_t num_groups = static_cast<uint32_t>(plan->groups().size());
   capacities_.resize(num_groups, 0);
+  std::vector<bool> listed(num_groups, false);
   shape_.plan = plan;
   shape_.direction = direction;
   for (const Capacity& capacity : capacities) {
     if (capacity.group >= num_groups)
       refuse("group ", capacity.group, " does not exist; the plan has groups 0 to ", num_groups,
              " (exclusive)");
-    if (capacities_[capacity.group] != 0)
+    if (listed[capacity.group])
       refuse("group ", capacity.group, " is listed twice; give one capacity per group");
+    listed[capacity.group] = true;
     const GroupInfo& group = plan->groups()[capacity.group];
     // Destinations are distinct, so a replay cannot use more.
     const uint64_t most = direction == Direction::Load ? group.num_blocks : group.num_pages;

@@ -23,34 +23,47 @@ VKVMAP_VARIANT(8, stream)
 VKVMAP_VARIANT(8, plain)
 VKVMAP_VARIANT(4, stream)
 
-#define VKVMAP_SELECT(kind)                                                            \
-  const bool store = direction == Direction::Store;                                    \
-  if (variant.unroll == 4 && variant.hint == ptx::Hint::stream)                        \
-    return launch_kernel(store ? vkvmap_store_u4_stream_##kind                         \
-                               : vkvmap_load_u4_stream_##kind,                         \
-                         grid, block, stream, args);                                   \
-  if (variant.unroll == 8 && variant.hint == ptx::Hint::plain)                         \
-    return launch_kernel(store ? vkvmap_store_u8_plain_##kind                          \
-                               : vkvmap_load_u8_plain_##kind,                          \
-                         grid, block, stream, args);                                   \
-  if (variant.unroll == 8 && variant.hint == ptx::Hint::stream)                        \
-    return launch_kernel(store ? vkvmap_store_u8_stream_##kind                         \
-                               : vkvmap_load_u8_stream_##kind,                         \
-                         grid, block, stream, args);                                   \
+#define VKVMAP_SELECT(kind, use)                                                          \
+  const bool store = direction == Direction::Store;                                      \
+  if (variant.unroll == 4 && variant.hint == ptx::Hint::stream)                           \
+    return use(store ? vkvmap_store_u4_stream_##kind : vkvmap_load_u4_stream_##kind);     \
+  if (variant.unroll == 8 && variant.hint == ptx::Hint::plain)                            \
+    return use(store ? vkvmap_store_u8_plain_##kind : vkvmap_load_u8_plain_##kind);       \
+  if (variant.unroll == 8 && variant.hint == ptx::Hint::stream)                           \
+    return use(store ? vkvmap_store_u8_stream_##kind : vkvmap_load_u8_stream_##kind);     \
   return cudaErrorInvalidDeviceFunction
+
+namespace {
+
+cudaError_t load_buffer_kernel(Direction direction, const Variant& variant) {
+  VKVMAP_SELECT(buffer, load_kernel);
+}
+
+cudaError_t load_params_kernel(Direction direction, const Variant& variant) {
+  VKVMAP_SELECT(params, load_kernel);
+}
+
+}  // namespace
 
 bool is_compiled(const Variant& variant) {
   return variant.unroll == 8 || (variant.unroll == 4 && variant.hint == ptx::Hint::stream);
 }
 
+cudaError_t load(Direction direction, const Variant& variant) {
+  const cudaError_t error = load_buffer_kernel(direction, variant);
+  return error == cudaSuccess ? load_params_kernel(direction, variant) : error;
+}
+
 cudaError_t launch(Direction direction, const Variant& variant, const BufferArgs& args,
                    unsigned grid, unsigned block, cudaStream_t stream) {
-  VKVMAP_SELECT(buffer);
+  const auto run = [&](auto kernel) { return launch_kernel(kernel, grid, block, stream, args); };
+  VKVMAP_SELECT(buffer, run);
 }
 
 cudaError_t launch(Direction direction, const Variant& variant, const ParameterArgs& args,
                    unsigned grid, unsigned block, cudaStream_t stream) {
-  VKVMAP_SELECT(params);
+  const auto run = [&](auto kernel) { return launch_kernel(kernel, grid, block, stream, args); };
+  VKVMAP_SELECT(params, run);
 }
 
 }  // namespace vkvmap::kernel

@@ -31,7 +31,20 @@ namespace vkvmap {
 template <class Kernel, class Args>
 inline cudaError_t launch_kernel(Kernel kernel, unsigned grid, unsigned block, cudaStream_t stream,
                                  const Args& args) {
-  return cuda_cpu::launch_async(stream, dim3(grid), dim3(block), [kernel, args] { kernel(args); });
+  return cuda_cpu::launch_async(reinterpret_cast<const void*>(kernel), stream, dim3(grid),
+                                dim3(block), [kernel, args] { kernel(args); });
 }
 }  // namespace vkvmap
 #endif
+
+namespace vkvmap {
+// Puts a kernel on the current device, before its first launch would.
+template <class Kernel>
+inline cudaError_t load_kernel(Kernel kernel) {
+  cudaFuncAttributes attributes = {};
+  const cudaError_t error =
+      cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error;
+}
+}  // namespace vkvmap

@@ -106,7 +106,12 @@ void register_cuda_movers(std::vector<Mover*>& movers) {
 }
 
 std::shared_ptr<void> KernelMover::prepare(const Plan& plan) {
-  return std::make_shared<DevicePlan>(plan);
+  auto device_plan = std::make_shared<DevicePlan>(plan);
+  cuda::DeviceGuard guard(device_plan->device);
+  cuda::CaptureModeGuard relaxed;
+  for (const Direction d : {Direction::Store, Direction::Load})
+    check(kernel::load(d, variant_of(tuning(d))), "cudaFuncGetAttributes");
+  return device_plan;
 }
 
 std::shared_ptr<void> KernelMover::admit(const Transfer& transfer, uintptr_t stream) {
@@ -175,6 +180,7 @@ CapturedTransfer::CapturedTransfer(const Transfer& shape, KernelTuning tuning)
   s.tuning = tuning;
   cuda::DeviceGuard guard(s.device);
   cuda::CaptureModeGuard relaxed;
+  check(kernel::load(s.direction, variant_of(s.tuning)), "cudaFuncGetAttributes");
   s.list_start.push_back(0);
   for (const WorkList& list : shape.lists) s.list_start.push_back(s.list_start.back() + list.num_pairs);
   const uint64_t total = std::max<uint64_t>(1, s.list_start.back());

@@ -132,7 +132,7 @@ DevicePlan::DevicePlan(const Plan& plan) : device(device_of(plan)) {
   try {
     uint8_t* base = static_cast<uint8_t*>(memory_);
     // Not on the default stream: that would disturb a capture under way in another thread.
-    const cudaStream_t stream = Device::get(device).stream(Lane::load);
+    const cudaStream_t stream = Device::get(device).stream(Lane::setup);
     if (layer_bytes)
       check(cudaMemcpyAsync(base, layers.data(), layer_bytes, cudaMemcpyHostToDevice, stream),
             "cudaMemcpyAsync");

@@ -106,6 +106,7 @@ void run_on_caller(int device, uintptr_t handle, Enqueue enqueue) {
     throw std::invalid_argument(
         "the stream is being captured into a graph: launch a captured transfer instead, whose pairs "
         "stay readable for every replay");
+  CaptureModeGuard relaxed;
   try {
     enqueue(stream);
   } catch (...) {

@@ -110,6 +110,7 @@ std::shared_ptr<Engine> Engine::create(size_t num_threads) {
     refuse("engine: ", num_threads, " threads; an engine has 1 to 1024");
   }
   std::shared_ptr<Engine> engine = owned_by_this_process(new Engine(num_threads));
+  engine->self_ = engine;
   std::lock_guard<std::mutex> lock(g_registry->mutex);
   auto& engines = g_registry->engines;
   engines.erase(std::remove_if(engines.begin(), engines.end(),
@@ -176,7 +177,7 @@ JobPtr Engine::submit(const SubmitRequest& request) {
   job->report_ = request.report;
   job->notify_ = request.notify;
   job->generation_ = generation_;
-  job->engine_ = weak_from_this();
+  job->engine_ = self_;
   job->plan_ = request.plan;
   job->keep_ = request.keep;
   if (request.progress.words) {

@@ -129,7 +129,7 @@ struct Counters {  // per (direction, mover)
   TimeHistogram copy;
 };
 
-class Engine : public std::enable_shared_from_this<Engine> {
+class Engine {
  public:
   static std::shared_ptr<Engine> create(size_t num_threads);
   ~Engine();
@@ -204,6 +204,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   const size_t num_threads_;
   const uint64_t generation_;  // of the process that owns the threads
+  std::weak_ptr<Engine> self_;  // for jobs, which do not keep their engine
 
   // Order of submission; held for the whole of submit().
   std::mutex submit_mutex_;

@@ -2,7 +2,7 @@
 // submissions that it overlaps with are found.
 //
 // What a request costs depends on its block pairs alone: nothing here is per layer times pair, per
-// tile or per byte. Contract: called under the engine's submit lock; read() before note().
+// tile or per byte. Contract: one caller at a time; read() before note().
 #pragma once
 
 #include <cstdint>

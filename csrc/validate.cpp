@@ -229,13 +229,18 @@ std::string Plan::layer_name(uint32_t layer_id) const {
   return "layer " + std::to_string(layer_id);
 }
 
-std::shared_ptr<void> Plan::mover_state(Mover& mover) const {
-  std::lock_guard<std::mutex> lock(states_mutex_);
-  for (const auto& [owner, state] : states_) {
-    if (owner == &mover) return state;
+std::shared_ptr<void> Plan::kept(const void* owner,
+                                 const std::function<std::shared_ptr<void>()>& make) const {
+  std::lock_guard<std::mutex> lock(kept_mutex_);
+  for (const auto& [known, state] : kept_) {
+    if (known == owner) return state;
   }
-  states_.emplace_back(&mover, mover.prepare(*this));
-  return states_.back().second;
+  kept_.emplace_back(owner, make());
+  return kept_.back().second;
+}
+
+std::shared_ptr<void> Plan::mover_state(Mover& mover) const {
+  return kept(&mover, [&] { return mover.prepare(*this); });
 }
 
 void Plan::check_structure(size_t size) {

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -92,8 +93,11 @@ class Plan {
   uint32_t max_layer_id() const { return max_layer_id_; }
   std::string layer_name(uint32_t layer_id) const;
 
-  // What a mover keeps per plan (a device copy, a compiled program): made on first use by
-  // mover.prepare(plan), then shared. Movers live for the whole process.
+  // What somebody keeps per plan, for as long as the plan lives: made on first use, then shared.
+  // `owner` is the address of something that lives for the whole process.
+  std::shared_ptr<void> kept(const void* owner,
+                             const std::function<std::shared_ptr<void>()>& make) const;
+  // What a mover keeps (a device copy, a compiled program), by mover.prepare(plan).
   std::shared_ptr<void> mover_state(Mover& mover) const;
 
  private:
@@ -114,8 +118,8 @@ class Plan {
   std::vector<uint64_t> local_extent_;
   std::vector<uint64_t> host_extent_;
   uint32_t max_layer_id_ = 0;
-  mutable std::mutex states_mutex_;
-  mutable std::vector<std::pair<const Mover*, std::shared_ptr<void>>> states_;
+  mutable std::mutex kept_mutex_;
+  mutable std::vector<std::pair<const void*, std::shared_ptr<void>>> kept_;
 };
 
 }  // namespace vkvmap

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +16,9 @@ import pytest
 
 from vkvmap import _C, Region, calibrate, cuda
 from vkvmap.calibrate_probe import synthetic_plan
+from vkvmap.errors import PlanError, TransferError
 from vkvmap.region import Section
+from vkvmap.transfer import Engine
 
 no_gpu = pytest.mark.skipif(cuda.is_available(), reason="this machine has a GPU")
 
@@ -32,6 +36,144 @@ def test_asking_never_raises_and_says_why_not() -> None:
     assert cuda.is_available() == (not status.error) == (not cuda.why_not())
     assert status.devices or status.error
     assert len(cuda.devices()) == len(status.devices)
+
+
+class CountingNative:
+    """A native module that counts how often it is asked for devices, and has none at first."""
+
+    BUILT = True
+
+    def __init__(self, *errors: str) -> None:
+        self.errors, self.asked = list(errors), 0
+
+    def status(self) -> dict[str, Any]:
+        self.asked += 1
+        error = self.errors.pop(0) if self.errors else ""
+        return {"runtime_version": 1, "driver_version": 1, "devices": [], "error": error}
+
+    def enqueue(self, *arguments: Any) -> None:
+        pass
+
+
+def test_a_gpu_is_looked_for_until_there_is_one_and_then_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    native = CountingNative("not yet", "still not")
+    monkeypatch.setattr(cuda._C, "cuda", native)
+    for why in ("not yet", "still not"):
+        with pytest.raises(cuda.CudaUnavailableError, match=why):
+            cuda.enqueue("kernel", None, 0, [], 0)
+    for _ in range(5):
+        cuda.enqueue("kernel", None, 0, [], 0)
+    assert native.asked == 3
+    other = CountingNative("gone")
+    monkeypatch.setattr(cuda._C, "cuda", other)
+    with pytest.raises(cuda.CudaUnavailableError, match="gone"):
+        cuda.enqueue("kernel", None, 0, [], 0)
+
+
+def test_a_forked_child_looks_for_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = CountingNative()
+    monkeypatch.setattr(cuda._C, "cuda", native)
+    cuda.enqueue("kernel", None, 0, [], 0)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            cuda.enqueue("kernel", None, 0, [], 0)
+            status = native.asked
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+
+
+class RefusingNative(CountingNative):
+    """A native module with a GPU, which refuses whatever it is asked to do."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error: Exception | None = None
+        self.later = error
+
+    def refuse(self, *_: Any, **__: Any) -> Any:
+        raise self.later
+
+    enqueue = tuning = set_tuning = set_ids = launch = refuse
+
+    def GraphTransfer(self, *_: Any) -> RefusingNative:
+        if self.error is not None:
+            raise self.error
+        self.error = self.later
+        return self
+
+
+@pytest.mark.parametrize(
+    ("refused", "raised"), [(ValueError("no"), PlanError), (RuntimeError("no"), TransferError)]
+)
+def test_what_the_native_module_refuses_is_an_error_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, refused: Exception, raised: type[Exception]
+) -> None:
+    monkeypatch.setattr(cuda._C, "cuda", RefusingNative(refused))
+    transfer = cuda.GraphTransfer(None, 0, {})
+    for call in (
+        lambda: cuda.enqueue("kernel", None, 0, [], 0),
+        lambda: cuda.GraphTransfer(None, 0, {}),
+        lambda: transfer.set_ids([]),
+        lambda: transfer.launch(0),
+        lambda: cuda.tuning("store"),
+        lambda: cuda.set_tuning("load", cuda.KernelTuning()),
+    ):
+        with pytest.raises(raised, match=r"^no$"):
+            call()
+
+
+def test_a_direction_that_there_is_not_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda._C, "cuda", RefusingNative(AssertionError("asked")))
+    for call in (
+        lambda: cuda.tuning("sideways"),
+        lambda: cuda.set_tuning("sideways", cuda.KernelTuning()),
+    ):
+        with pytest.raises(PlanError, match="'sideways': choose one of store, load"):
+            call()
+
+
+class Stream:
+    def __init__(self, handle: Any) -> None:
+        self.cuda_stream = handle
+
+    def __repr__(self) -> str:
+        return f"Stream({self.cuda_stream!r})"
+
+
+STREAMS = [(None, 0), (7, 7), (Stream(9), 9), ((1 << 64) - 1, (1 << 64) - 1)]
+NO_STREAMS = [True, 1.5, "x", -1, 1 << 64, Stream(None), Stream(True), Stream("7")]
+
+
+def test_a_stream_is_a_handle_an_object_that_has_one_or_the_default_one() -> None:
+    assert [cuda.stream_handle(stream) for stream, _ in STREAMS] == [n for _, n in STREAMS]
+
+
+@pytest.mark.parametrize("stream", NO_STREAMS, ids=repr)
+def test_what_is_no_stream_is_refused_alike_by_engine_graph_and_enqueue(
+    monkeypatch: pytest.MonkeyPatch, stream: Any
+) -> None:
+    memory = np.zeros(1 << 12, np.uint8)
+    at = memory.ctypes.data
+    plan = synthetic_plan(at, 1 << 10, at + (1 << 10), 1 << 11, page_bytes=512, run_bytes=256)
+    said = set()
+    with Engine(threads=1) as engine, pytest.raises(PlanError) as error:
+        engine.submit(plan, 0, [], stream=stream)
+    said.add(str(error.value))
+    monkeypatch.setattr(cuda._C, "cuda", RefusingNative(AssertionError("asked")))
+    transfer = cuda.GraphTransfer(None, 0, {})
+    for call in (
+        lambda: cuda.enqueue("kernel", None, 0, [], stream),
+        lambda: transfer.launch(stream),
+    ):
+        with pytest.raises(PlanError) as error:
+            call()
+        said.add(str(error.value))
+    assert len(said) == 1 and "no CUDA stream; pass" in said.pop()
 
 
 @no_gpu
@@ -101,6 +243,62 @@ def test_registration_covers_the_region_in_ranges_that_meet_on_pages(
         assert (covered == 1).all()
         strides = {address: stride for address, _, stride in pinning.pieces}
         assert strides[region.section("shared").address] == region.section("shared").row_stride
+
+
+def test_a_region_that_is_pinned_stays_as_it_is(registering_gpu: type[FakeNative]) -> None:
+    with a_region() as region:
+        first = cuda.pin(region)
+        votes: list[bool] = []
+        again = cuda.pin(region, agree=lambda ok: votes.append(ok) or True)
+        assert again is first is region.registration and region.pinned
+        assert votes == [True]
+        assert [native.released for native in FakeNative.made] == [0]
+        lost = cuda.pin(region, agree=lambda ok: False)
+        assert lost is first and not region.pinned and "another rank" in lost.why_not
+        assert [native.released for native in FakeNative.made] == [1]
+        assert cuda.pin(region) is not first and region.pinned
+        assert [native.released for native in FakeNative.made] == [1, 0]
+
+
+def test_a_rank_whose_registration_fails_still_votes(
+    registering_gpu: type[FakeNative], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no context")
+
+    monkeypatch.setattr(cuda._C.cuda, "Registration", fail, raising=False)
+    closed = a_region()
+    closed.close()
+    with a_region() as region:
+        for one, why in ((region, "no context"), (closed, "the region is closed")):
+            votes: list[bool] = []
+            pinning = cuda.pin(one, agree=lambda ok, votes=votes: votes.append(ok) or ok)
+            assert (pinning.pinned, pinning.why_not, votes) == (False, why, [False])
+
+
+def test_memory_stays_mapped_for_as_long_as_it_is_registered(
+    registering_gpu: type[FakeNative],
+) -> None:
+    region, holder = a_region(), APlan()
+    pinning, mapped = cuda.pin(region), weakref.ref(region.view)
+    region.hold(holder)
+    region.close(force=True)  # a transfer may be running, so nothing is released
+    del region
+    gc.collect()
+    assert pinning.pinned and mapped() is not None
+    pinning.release()
+    assert mapped() is None
+    assert [native.released for native in FakeNative.made] == [1]
+
+
+def test_a_registration_that_is_dropped_is_released_once(
+    registering_gpu: type[FakeNative],
+) -> None:
+    with a_region() as region:
+        cuda.pin(region)
+        region.registration = None
+        gc.collect()
+        assert [native.released for native in FakeNative.made] == [1]
 
 
 def test_a_region_keeps_its_registration_until_it_is_closed(
@@ -242,6 +440,14 @@ class APlan:
     pass
 
 
+class Raising:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, *_: Any) -> Any:
+        raise self.error
+
+
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(*args: Any, **kwargs: Any) -> None:
@@ -271,6 +477,17 @@ def test_a_cache_on_the_gpu_is_never_given_to_the_host_mover(a_gpu: Any) -> None
     a_gpu(256, refuses=calibrate.GPU_MOVERS)
     with pytest.raises(calibrate.NoMoverError, match="cannot reach it"):
         calibrate.choose_mover(APlan(), 0)
+    assert issubclass(calibrate.NoMoverError, PlanError)
+
+
+def test_caches_that_no_one_device_has_are_a_plan_error(
+    a_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_gpu(256)
+    for error, raised in ((ValueError("2 devices"), PlanError), (RuntimeError("2"), TransferError)):
+        monkeypatch.setattr(calibrate._C.cuda, "cache_device", Raising(error), raising=False)
+        with pytest.raises(raised, match=str(error)):
+            calibrate.choose_mover(APlan(), 0)
 
 
 def test_a_cache_in_host_memory_is_moved_by_the_host_even_where_there_is_a_gpu(a_gpu: Any) -> None:
@@ -286,10 +503,15 @@ def test_the_environment_overrides_a_direction_and_does_not_fall_back(
     plan = APlan()
     assert [calibrate.choose_mover(plan, d) for d in (0, 1)] == ["copy_engine", "kernel"]
     a_gpu(256, refuses=("copy_engine",))
-    with pytest.raises(ValueError, match="cannot reach it"):
+    with pytest.raises(
+        PlanError, match=r"VKVMAP_MOVER_STORE='copy_engine': .*cannot reach it; or unset it"
+    ):
+        calibrate.choose_mover(APlan(), 0)
+    monkeypatch.setattr(calibrate._C.cuda, "prepare", Raising(RuntimeError("no memory")))
+    with pytest.raises(TransferError, match=r"VKVMAP_MOVER_STORE='copy_engine': .*no memory"):
         calibrate.choose_mover(APlan(), 0)
     monkeypatch.setenv("VKVMAP_MOVER_STORE", "host")
-    with pytest.raises(ValueError, match="VKVMAP_MOVER_STORE='host'"):
+    with pytest.raises(PlanError, match=r"VKVMAP_MOVER_STORE='host': .*unset it"):
         calibrate.choose_mover(APlan(), 0)
 
 
@@ -298,8 +520,14 @@ def test_a_choice_can_be_set_for_one_size_class(a_gpu: Any) -> None:
     calibrate.set_choice(0, "store", 0, "copy_engine")
     assert calibrate.choose_mover(APlan(), 0) == "copy_engine"
     assert calibrate.choose_mover(APlan(), 1) == "kernel"
-    with pytest.raises(ValueError, match="kernel, copy_engine"):
-        calibrate.set_choice(0, "store", 0, "host")
+    for wrong, message in (
+        (("store", 0, "host"), "'host': choose one of a GPU's movers, kernel, copy_engine"),
+        (("sideways", 0, "kernel"), "'sideways': choose one of store, load"),
+        (("store", 5, "kernel"), "size class 5: choose one of 0 to 4"),
+        (("store", -1, "kernel"), "size class -1: choose one of 0 to 4"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            calibrate.set_choice(0, *wrong)
 
 
 def test_mean_run_length_counts_what_is_contiguous_on_both_sides() -> None:

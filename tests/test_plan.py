@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from vkvmap import (
+    _C,
     CacheView,
     LayerSpec,
     LayerTable,
@@ -237,6 +238,98 @@ def test_what_is_no_pair_of_lists_is_refused_in_words(junk: Any) -> None:
         with TransferPlan(mappings, caches, region) as plan:
             with pytest.raises(PlanError, match=r"pass \(block_ids, page_ids\)"):
                 plan.store(junk)
+
+
+@pytest.mark.parametrize("ids", [[[1, 2], [3]], "bfloat16"])
+def test_ids_that_are_no_array_are_refused_with_their_group(ids: Any) -> None:
+    if ids == "bfloat16":
+        import torch
+
+        ids = torch.zeros(1, dtype=torch.bfloat16)
+    _, caches, mappings = latent()
+    with Region.create([Section("0", 2, 32)], backing="private") as region:
+        with TransferPlan(mappings, caches, region) as plan:
+            with pytest.raises(PlanError, match=r"group '0': block ids .*one-dimensional integer"):
+                plan.packed.id_lists((ids, [0]))
+
+
+def test_a_range_of_layers_may_end_wherever_it_likes() -> None:
+    _, caches, mappings = latent()
+    with Region.create([Section("0", 2, 32)], backing="private") as region:
+        with TransferPlan(mappings, caches, region) as plan:
+            plan.store(([1], [0]), layers=range(0, 1 << 40)).check()
+            assert np.array_equal(
+                region.row("0", 0), np.asarray(caches["layer"].tensors[0].owner)[1].reshape(-1)
+            )
+
+
+def test_what_the_native_module_refuses_of_a_plan_is_a_plan_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("tile 3 lies outside")
+
+    _, caches, mappings = latent()
+    monkeypatch.setattr(_C, "Plan", refuse)
+    with Region.create([Section("0", 2, 32)], backing="private") as region:
+        with pytest.raises(PlanError, match="tile 3 lies outside"):
+            TransferPlan(mappings, caches, region)
+
+
+class Registered:
+    """Stands for a registration with CUDA."""
+
+    pinned, why_not = True, ""
+
+    def release(self) -> None:
+        self.pinned, self.why_not = False, "somebody released it"
+
+
+def on_a_device() -> tuple[dict[str, CacheView], Mappings]:
+    """A cache that says it is on a GPU; it is not, so nothing can be moved."""
+    table, caches, _ = latent()
+    tensor = replace(caches["layer"].tensors[0], device="cuda:0")
+    caches = {"layer": replace(caches["layer"], tensors=(tensor,))}
+    return caches, derive_canonical_mappings(table, caches, RankGrid(), 0, strict=True)
+
+
+@pytest.mark.parametrize("pinned_first", [True, False])
+def test_a_plan_goes_stale_with_the_registration_that_it_used(pinned_first: bool) -> None:
+    caches, mappings = on_a_device()
+    with Region.create([Section("0", 2, 32)], backing="private") as region:
+        if pinned_first:
+            region.registration = Registered()
+        plan = TransferPlan(mappings, caches, region, mover="kernel")
+        plan.packed.check_alive()
+        if not pinned_first:
+            region.registration = Registered()
+            plan.packed.check_alive()
+        region.registration.release()
+        for _ in range(2):
+            with pytest.raises(
+                StalePlanError, match=r"somebody released it; pin the region again .*rebuild"
+            ):
+                plan.store(([0], [0]))
+            region.registration = Registered()  # another one: addresses may differ
+        with plan.rebuild(caches) as fresh:
+            fresh.packed.check_alive()
+
+
+def test_a_plan_over_pageable_memory_needs_no_registration() -> None:
+    caches, mappings = on_a_device()
+    with Region.create([Section("0", 2, 32)], backing="private") as region:
+        with TransferPlan(mappings, caches, region, mover="copy_engine") as plan:
+            for _ in range(2):
+                plan.packed.check_alive()
+
+
+def test_a_cache_in_host_memory_needs_no_registration() -> None:
+    _, caches, mappings = latent()
+    with Region.create([Section("0", 2, 32)], backing="private") as region:
+        region.registration = Registered()
+        with TransferPlan(mappings, caches, region) as plan:
+            region.registration.release()
+            plan.store(([0], [0])).check()
 
 
 def test_a_region_that_was_closed_by_force_is_noticed() -> None:

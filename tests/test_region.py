@@ -393,6 +393,23 @@ def test_a_region_under_a_plan_refuses_to_close():
     assert not region.alive
 
 
+def test_a_holder_lets_go_of_what_has_ended_before_the_region_refuses():
+    region, ended = Region.create(SECTIONS), [Plan()]
+
+    class Settling(Plan):
+        def settle(self):
+            ended.clear()
+
+    settling = Settling()
+    region.hold(ended[0])
+    region.hold(settling)
+    with pytest.raises(RegionError, match="1 plans or stores still use"):
+        region.close()
+    region.release(settling)
+    region.close()
+    assert not region.alive
+
+
 def test_a_forced_close_is_seen_by_the_plan():
     region, plan = Region.create(SECTIONS), Plan()
     region.hold(plan)

@@ -7,6 +7,7 @@ lies between pages, between rows and beyond them must come out as it went in.
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from vkvmap import (
     RankGrid,
     Region,
     TransferPlan,
+    cuda,
     derive_canonical_mappings,
 )
 from vkvmap.errors import PlanError, RefusedError, RegionError, StalePlanError
@@ -382,6 +384,126 @@ def test_a_transfer_keeps_cache_and_memory_although_its_plan_is_dropped() -> Non
         assert engine.in_flight == 0
         gc.collect()
         assert tensor() is None
+
+
+class Registration:
+    """Stands for CUDA's: says whether the memory was still mapped when it was let go."""
+
+    def __init__(self, region: Region) -> None:
+        self.mapped = weakref.ref(region.view)
+        self.released: list[bool] = []
+        region.registration = cuda.Pinning(self, "", region.view)
+
+    def release(self) -> None:
+        self.released.append(self.mapped() is not None)
+
+
+class Stalled:
+    """A load over registered memory that has not begun, its plan, region and registration."""
+
+    def __init__(self, engine: Engine) -> None:
+        table, caches, _ = hybrid()
+        mappings = derive_canonical_mappings(table, caches, RankGrid(), 0)
+        self.region = Region.create(sections_for(mappings, TOKENS, 4), backing="private")
+        self.registration = Registration(self.region)
+        self.plan = TransferPlan(mappings, caches, self.region, chunk_tokens=TOKENS, engine=engine)
+        engine.stall()
+        self.job = self.plan.load({"full": ([0], [0])})
+
+
+def test_a_region_refuses_to_close_under_a_transfer_whose_plan_is_dropped() -> None:
+    with Engine(threads=1) as engine:
+        world = Stalled(engine)
+        del world.plan
+        gc.collect()
+        with pytest.raises(RegionError, match=r"1 plans or stores .*plans that are gone: wait"):
+            world.region.close()
+        assert world.region.alive and world.registration.released == []
+        engine.resume()
+        deadline = time.monotonic() + 30
+        while not world.job.done():  # which asks no engine to let go of anything
+            assert time.monotonic() < deadline
+        world.region.close()
+        assert world.registration.released == [True]
+
+
+def test_a_region_does_not_wait_for_an_engine_that_is_gone() -> None:
+    table, caches, _ = hybrid()
+    mappings = derive_canonical_mappings(table, caches, RankGrid(), 0)
+    region = Region.create(sections_for(mappings, TOKENS, 4), backing="private")
+    engine = Engine(threads=1)
+    plan = TransferPlan(mappings, caches, region, chunk_tokens=TOKENS, engine=engine)
+    memory, gone = plan.packed.memory, weakref.ref(engine)  # somebody else's transfer has it
+    engine.shutdown()
+    del plan, engine
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(RegionError, match="1 plans or stores"):
+        region.close()
+    del memory
+    region.close()
+
+
+@pytest.mark.parametrize("dropped", ["the plan and the region", "the plan, region closed by force"])
+def test_memory_stays_registered_and_mapped_until_the_last_transfer(dropped: str) -> None:
+    with Engine(threads=1) as engine:
+        world = Stalled(engine)
+        del world.plan
+        if dropped == "the plan and the region":
+            del world.region
+        else:
+            world.region.close(force=True)
+            assert not world.region.pinned
+        gc.collect()
+        assert world.registration.released == []
+        assert world.registration.mapped() is not None
+        engine.resume()
+        world.job.check(30)
+        assert engine.in_flight == 0
+        gc.collect()
+        assert world.registration.released == [True]
+        assert world.registration.mapped() is None
+
+
+def test_a_registration_ends_before_the_mapping_where_a_plan_outlives_its_region() -> None:
+    with Engine(threads=1) as engine:
+        world = Stalled(engine)
+        engine.resume()
+        world.region.close(force=True)
+        world.plan.close()
+        assert world.registration.released == [True]
+        assert world.registration.mapped() is None
+
+
+def test_a_close_that_is_interrupted_lets_go_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Engine(threads=1) as engine:
+        world = Stalled(engine)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "drain", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                world.plan.close()
+        with pytest.raises(StalePlanError):
+            world.plan.load({"full": ([0], [0])})
+        with pytest.raises(RegionError, match="1 plans or stores"):
+            world.region.close()
+        engine.resume()
+        world.plan.close()
+        assert world.job.done()
+        world.region.close()
+        assert world.registration.released == [True]
+
+
+def test_a_plan_that_could_not_be_made_does_not_hold_its_region() -> None:
+    table, caches, _ = hybrid()
+    mappings = derive_canonical_mappings(table, caches, RankGrid(), 0)
+    region = Region.create(sections_for(mappings, TOKENS, 4), backing="private")
+    with pytest.raises(PlanError) as kept:  # and with it whatever its frames have
+        TransferPlan(mappings, caches, region, chunk_tokens=TOKENS, mover="fastest")
+    region.close()
+    assert "fastest" in str(kept.value)
 
 
 def test_a_forced_close_takes_no_memory_from_under_a_transfer() -> None:

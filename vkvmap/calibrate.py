@@ -27,8 +27,9 @@ from typing import Any
 from vkvmap import _C, cuda
 from vkvmap._version import __version__
 from vkvmap.calibrate_probe import GpuProbe
-from vkvmap.errors import VkvmapError
+from vkvmap.errors import PlanError
 from vkvmap.foreign import read_json
+from vkvmap.native import translated
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ MARGIN = 1.05
 _BUDGET_SECONDS = 1.0
 
 
-class NoMoverError(VkvmapError, ValueError):
+class NoMoverError(PlanError):
     """No mover of this build can reach both sides of a plan."""
 
 
@@ -180,7 +181,7 @@ def calibration(device: int = 0, *, fresh: bool = False) -> Calibration:
     if device in _current and not fresh:
         return _current[device]
     status = cuda.status()
-    if device >= len(status.devices):
+    if not 0 <= device < len(status.devices):
         return default_calibration()
     machine = machine_key(status.devices[device], status)
     found = None if fresh else read_cached(machine)
@@ -196,9 +197,16 @@ def calibration(device: int = 0, *, fresh: bool = False) -> Calibration:
 
 
 def set_choice(device: int, direction: str, index: int, mover: str) -> None:
-    """Let `mover` carry size class `index` of `direction` on `device`, in this process."""
+    """Let `mover` carry size class `index` of `direction` on `device`, in this process.
+
+    Raises PlanError for a mover, direction or class that there is not.
+    """
     if mover not in GPU_MOVERS:
-        raise ValueError(f"mover is {mover!r}; a GPU's movers are {', '.join(GPU_MOVERS)}")
+        raise PlanError(f"mover {mover!r}: choose one of a GPU's movers, {', '.join(GPU_MOVERS)}")
+    if direction not in DIRECTIONS:
+        raise PlanError(f"direction {direction!r}: choose one of {', '.join(DIRECTIONS)}")
+    if not 0 <= index <= len(SIZE_CLASSES):
+        raise PlanError(f"size class {index}: choose one of 0 to {len(SIZE_CLASSES)}")
     now = calibration(device)
     row = list(now.movers[direction])
     row[index] = mover
@@ -214,7 +222,8 @@ _chosen: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDiction
 def choose_mover(plan: _C.Plan, direction: int) -> str:
     """The mover of a plan's transfers in one direction: what `Engine.choose_mover` should be.
 
-    Raises NoMoverError where the cache is on a GPU and nothing can carry it.
+    Raises PlanError where the cache is on a GPU and nothing (NoMoverError), or not what the
+    environment names, can carry it; TransferError where a CUDA call failed.
     """
     known = _chosen.setdefault(plan, {})
     if direction not in known:
@@ -225,15 +234,19 @@ def choose_mover(plan: _C.Plan, direction: int) -> str:
 def _choose(plan: _C.Plan, direction: int) -> str:
     if not cuda.is_available():
         return "host"
-    device = _C.cuda.cache_device(plan)
+    try:
+        device = _C.cuda.cache_device(plan)
+    except (ValueError, RuntimeError) as error:
+        raise translated(error) from None
     if device < 0:
         return "host"
     name = DIRECTIONS[direction]
-    told = os.environ.get(f"VKVMAP_MOVER_{name.upper()}")
+    variable = f"VKVMAP_MOVER_{name.upper()}"
+    told = os.environ.get(variable)
     if told is not None and told not in GPU_MOVERS:
-        raise ValueError(
-            f"VKVMAP_MOVER_{name.upper()}={told!r}: caches on a GPU are moved by one of "
-            f"{', '.join(GPU_MOVERS)}"
+        raise PlanError(
+            f"{variable}={told!r}: caches on a GPU are moved by one of {', '.join(GPU_MOVERS)}; "
+            "set it to one of them, or unset it"
         )
     run = _C.cuda.mean_run_bytes(plan, direction)
     wanted = told or calibration(device).movers[name][size_class(run)]
@@ -242,7 +255,11 @@ def _choose(plan: _C.Plan, direction: int) -> str:
             _C.cuda.prepare(mover, plan)
         except (ValueError, RuntimeError) as error:
             if told is not None:
-                raise
+                raise translated(
+                    error,
+                    before=f"{variable}={told!r}: that mover cannot carry this plan: ",
+                    after="; or unset it, and a mover that can is taken",
+                ) from None
             logger.warning("%s: the %s mover cannot carry this plan: %s", name, mover, error)
             reason = str(error)
             continue

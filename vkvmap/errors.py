@@ -67,7 +67,7 @@ class PlanError(VkvmapError, ValueError):
 
 
 class StalePlanError(PlanError):
-    """The cache or the region that a plan was made for is gone or has moved."""
+    """The cache, the region or its registration that a plan was made for is gone or has moved."""
 
 
 class TransferError(VkvmapError, RuntimeError):

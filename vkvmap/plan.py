@@ -1,14 +1,14 @@
 """Plans: everything about a transfer that does not change, packed and validated once.
 
 A packed plan knows the tensors and the region it was made for, and says when either is gone or has
-moved. It keeps its tensors and the region's mapping alive, and every transfer keeps them too
-(`PackedPlan.memory`), so that memory is never freed under one. What runs it is the transfer
-engine's business.
+moved. What it touches (`PackedPlan.memory`) it shares with every transfer of it, and the region is
+held for as long as one of them has that: memory is neither freed nor unregistered under a transfer,
+the plan gone or not. What runs it is the transfer engine's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,27 @@ class _Watched:
         return hasattr(self.owner, "data_ptr") and self.owner.data_ptr() != self.address
 
 
+def _nothing() -> None:
+    pass
+
+
+@dataclass(eq=False)
+class PlanMemory:
+    """What the transfers of a plan touch, to be kept by each of them until its last byte.
+
+    Attributes:
+        watched: tensors of the cache.
+        view: the region's mapping.
+        registration: the region's with CUDA, if it has one; see `Region.registration`.
+        settle: called by the region before it refuses to close: lets go of what has ended.
+    """
+
+    watched: tuple[_Watched, ...] = ()
+    view: Any = None
+    registration: Any = None
+    settle: Callable[[], object] = _nothing
+
+
 class PackedPlan:
     """The descriptor of one rank's cache and region, validated by the native module.
 
@@ -57,7 +78,8 @@ class PackedPlan:
             ``chunk_id * pages_per_chunk + page``.
         device: where the caches are.
         native: the validated plan of the native module.
-        memory: what a transfer has to keep alive until its last byte, the plan gone or not.
+        memory: what a transfer has to keep alive until its last byte, the plan gone or not. The
+            region is held while it lives.
 
     Raises:
         PlanError: mappings, caches and region do not fit.
@@ -83,17 +105,21 @@ class PackedPlan:
         self._group_index = {group: index for index, group in enumerate(self.groups)}
         self.device = _one_device(caches)
         self.descriptor: NDArray[np.uint8] = pack(self._placed(tokens), len(self.groups))
-        self._watched = _watched(mappings, caches)
-        self.memory: tuple[Any, ...] = (self._watched, region.view)
-        self._stale: str | None = None
-        self.native: _C.Plan = _C.Plan(
-            self.descriptor,
-            _storages(mappings, caches),
-            [(region.address, region.nbytes)],
-            list(mappings.layers),
-            self.device,
+        self.memory = PlanMemory(
+            _watched(mappings, caches), region.view, region.registration if region.pinned else None
         )
-        region.hold(self)
+        self._stale: str | None = None
+        try:
+            self.native: _C.Plan = _C.Plan(
+                self.descriptor,
+                _storages(mappings, caches),
+                [(region.address, region.nbytes)],
+                list(mappings.layers),
+                self.device,
+            )
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+        region.hold(self.memory)
 
     def id_lists(self, pairs: Any) -> list[tuple[int, Any, Any]]:
         """``(group index, block ids, page ids)`` from what `TransferPlan.store` accepts."""
@@ -125,21 +151,36 @@ class PackedPlan:
     def release(self) -> None:
         """Let go of cache and region; only once no transfer of this plan is in flight."""
         self._stale = "it is closed"
-        self.region.release(self)
-        self._watched = self.memory = ()
+        self.region.release(self.memory)
+        self.memory = PlanMemory()
 
     def check_alive(self) -> None:
-        """Raise StalePlanError if the cache or the region is gone or has moved."""
+        """Raise StalePlanError if cache, region or its registration is gone or has moved."""
         if self._stale is not None:
             raise StalePlanError(f"the plan refuses to run: {self._stale}; make a new one")
         if not self.region.alive:
             raise StalePlanError("the region of this plan is closed; make a new plan")
-        for watched in self._watched:
+        for watched in self.memory.watched:
             if watched.moved():
                 raise StalePlanError(
                     f"layer {watched.layer!r}: its cache moved or was freed since the plan was "
                     "made; call plan.rebuild(caches)"
                 )
+        if self.device != "cpu":
+            self._check_registration()
+
+    def _check_registration(self) -> None:
+        """The addresses that a device was given are good for one registration only."""
+        memory = self.memory
+        if memory.registration is None:
+            # Movers that could not use the memory before ask for it anew; from here on they may.
+            memory.registration = self.region.registration if self.region.pinned else None
+        elif not memory.registration.pinned:
+            raise StalePlanError(
+                "the registration with CUDA that this plan was made over is gone: "
+                f"{memory.registration.why_not}; pin the region again (vkvmap.cuda.pin) and call "
+                "plan.rebuild(caches)"
+            )
 
     def _placed(self, chunk_tokens: int | Mapping[str, int]) -> list[PlacedLayer]:
         mappings = self.mappings
@@ -249,8 +290,13 @@ def _ids(values: Any, group: str, what: str) -> NDArray[np.int64]:
     if hasattr(values, "data_ptr"):
         if str(values.device) != "cpu":
             raise PlanError(f"group {group!r}: {what} ids are on {values.device}; pass them on CPU")
-        values = values.numpy()
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values.numpy() if hasattr(values, "data_ptr") else values)
+    except (ValueError, TypeError) as error:
+        raise PlanError(
+            f"group {group!r}: {what} ids are no array ({error}); a one-dimensional integer array "
+            "is needed"
+        ) from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise PlanError(
             f"group {group!r}: {what} ids have shape {array.shape} and dtype {array.dtype}; a "

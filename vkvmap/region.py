@@ -8,8 +8,8 @@ section is a table of equal rows; a row holds one chunk. What must stay true:
  2. opaque layers live in private sections, never in a row that another configuration may read;
  3. anonymous regions leave nothing behind however their processes die; named ones lose their name
     as soon as everyone has joined;
- 4. memory is never unmapped under a view or a plan: a region with live holders refuses to close,
-    and views keep the mapping itself alive.
+ 4. memory is never unmapped or unregistered under a view, a plan or a transfer: a region with live
+    holders refuses to close, and views keep the mapping itself alive.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class Region:
         sections: the sections in order.
         backing: ``"memfd"``, ``"private"``, ``"file"`` or ``"buffer"``.
         registration: the memory's registration with a device, kept by whoever made it
-            (`vkvmap.cuda.pin`); it ends with the region at the latest.
+            (`vkvmap.cuda.pin`); it ends with the region at the latest, or with the last transfer
+            over it where the region is dropped or closed by force.
     """
 
     def __init__(
@@ -348,12 +349,21 @@ class Region:
         return self.registration is not None and bool(self.registration.pinned)
 
     def hold(self, holder: Any) -> None:
-        """Make `close` refuse while `holder` (a plan, a store) lives, or until `release`."""
+        """Make `close` refuse while `holder` (a plan's memory, a store) lives, or until `release`.
+
+        A holder may have ``settle()``, which lets go of what has ended; `close` calls it first.
+        """
         self._holders.add(holder)
 
     def release(self, holder: Any) -> None:
         """Undo `hold`."""
         self._holders.discard(holder)
+
+    def _settle(self) -> None:
+        for holder in tuple(self._holders):
+            settle = getattr(holder, "settle", None)
+            if settle is not None:
+                settle()
 
     @_saying("close a region in order")
     def close(self, *, force: bool = False) -> None:
@@ -361,6 +371,7 @@ class Region:
 
         Args:
             force: close although plans hold the region; they see `alive` turn False and refuse.
+                Transfers that are under way keep mapping and registration until they have ended.
 
         Raises:
             RegionError: something holds the region, and it stays open; or the system refused a
@@ -369,11 +380,15 @@ class Region:
         if self._bytes is None:
             return
         if len(self._holders) and not force:
-            raise RegionError(
-                f"{len(self._holders)} plans or stores still use this region; close them first"
-            )
-        if self.registration is not None and not len(self._holders):
-            self.registration.release()  # before the memory goes, and with no transfer on it
+            self._settle()
+            if len(self._holders):
+                raise RegionError(
+                    f"{len(self._holders)} plans or stores still use this region; close them first "
+                    "(transfers of plans that are gone: wait for them)"
+                )
+        registration, self.registration = self.registration, None
+        if registration is not None and not len(self._holders):
+            registration.release()  # before the memory goes, and with no transfer on it
         self._bytes = None
         fd, self._fd = self._fd, -1
         # Done from the last to the first, and all of it whichever fails.

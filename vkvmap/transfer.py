@@ -24,11 +24,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vkvmap import _C
-from vkvmap.errors import PlanError, SpecError, TransferError, VkvmapError
+from vkvmap.errors import SpecError, TransferError
+from vkvmap.native import stream_handle, translated, translating
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,29 +39,6 @@ logger = logging.getLogger(__name__)
 LANES = ("store", "load", "expedited")
 DIRECTIONS = ("store", "load")
 MOST_THREADS = 1024
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def _ours(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """What the native module refuses, as errors of this package."""
-
-    @wraps(method)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return method(*args, **kwargs)
-        except VkvmapError:
-            raise
-        except (ValueError, RuntimeError) as error:
-            raise _translated(error) from None
-
-    return call
-
-
-def _translated(error: ValueError | RuntimeError) -> VkvmapError:
-    kind = PlanError if isinstance(error, ValueError) else TransferError
-    return kind(str(error))
 
 
 class Job:
@@ -102,7 +79,7 @@ class Job:
 
     query = done
 
-    @_ours
+    @translating
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to `timeout` seconds (None: without limit); True once the job has ended.
 
@@ -113,7 +90,7 @@ class Job:
         """
         return self._native.wait(timeout)
 
-    @_ours
+    @translating
     def result(self) -> dict[str, Any]:
         """What became of a job that is done.
 
@@ -182,7 +159,7 @@ class Engine:
         return self._native.threads
 
     @property
-    @_ours
+    @translating
     def in_flight(self) -> int:
         """Jobs that have not ended."""
         return self._native.in_flight
@@ -237,7 +214,7 @@ class Engine:
             "progress_value": progress_value,
             "tag": tag,
             "mover": chosen,
-            "stream": _stream_handle(stream),
+            "stream": stream_handle(stream),
             "report": report,
             "notify": callback is not None,
             "keep": keep,
@@ -251,9 +228,9 @@ class Engine:
                     add(job)
                 return job
         except (ValueError, RuntimeError) as error:
-            raise _translated(error) from None
+            raise translated(error) from None
 
-    @_ours
+    @translating
     def finished(self, lane: str) -> list[Job]:
         """Jobs of a lane that have ended since the last call, in the order of their submission.
 
@@ -264,17 +241,17 @@ class Engine:
         """
         return [Job(native, self) for native in self._native.finished(lane)]
 
-    @_ours
+    @translating
     def drain(self, plan: _C.Plan, timeout: float | None = None) -> bool:
         """Wait until no job of `plan` is queued or running; False if time ran out."""
         return self._native.drain(plan, timeout)
 
-    @_ours
+    @translating
     def cancel_pending(self) -> int:
         """Cancel every job that has not begun; returns how many."""
         return self._native.cancel_pending()
 
-    @_ours
+    @translating
     def shutdown(self, *, drain: bool = True, timeout: float | None = None) -> bool:
         """Refuse new transfers and end the queued ones: carried out, or else cancelled.
 
@@ -286,26 +263,26 @@ class Engine:
             self._callbacks.close()
         return ended
 
-    @_ours
+    @translating
     def stall(self, lanes: Iterable[str] = LANES) -> None:
         """Hold lanes back, for tests of what happens meanwhile."""
         self._native.stall(list(lanes))
 
-    @_ours
+    @translating
     def resume(self) -> None:
         """Let all lanes go on."""
         self._native.resume()
 
-    @_ours
+    @translating
     def inject_fault(self, direction: int, layer_id: int, page: int, why: str) -> None:
         """Make every transfer of one page fail, for tests of what the others do."""
         self._native.inject_fault(direction, layer_id, page, why)
 
-    @_ours
+    @translating
     def clear_faults(self) -> None:
         self._native.clear_faults()
 
-    @_ours
+    @translating
     def metrics(self) -> dict[str, Any]:
         """Counters so far.
 
@@ -434,18 +411,6 @@ def _threads(number: Any, what: str) -> int:
 
 def _host(plan: _C.Plan, direction: int) -> str:
     return "host"
-
-
-def _stream_handle(stream: Any) -> int:
-    if stream is None:
-        return 0
-    handle = getattr(stream, "cuda_stream", stream)
-    if isinstance(handle, bool) or not isinstance(handle, int) or not 0 <= handle < 1 << 64:
-        raise PlanError(
-            f"stream {stream!r:.60} is no CUDA stream; pass a stream with cuda_stream, its handle "
-            "as a number, or None for the default one"
-        )
-    return handle
 
 
 def _nvtx_ranges() -> Callable[[str], AbstractContextManager[Any]]:

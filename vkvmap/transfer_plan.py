@@ -6,19 +6,22 @@ engine that runs it. Close it before giving the cache's memory back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vkvmap.derive import derive_canonical_mappings
-from vkvmap.errors import PlanError
+from vkvmap.errors import PlanError, TransferError
 from vkvmap.mapping import Mappings
 from vkvmap.plan import PackedPlan
 from vkvmap.transfer import Engine, Job, default_engine
 
 if TYPE_CHECKING:
+    from vkvmap import _C
     from vkvmap.region import Region
 
 STORE, LOAD = 0, 1
@@ -38,7 +41,9 @@ class TransferPlan:
         engine: the `vkvmap.transfer.Engine` that runs the transfers; default: the process's own.
 
     Raises:
-        PlanError: mappings, caches and region do not fit; nothing has moved.
+        PlanError: mappings, caches and region do not fit, or no mover can carry them; nothing has
+            moved.
+        TransferError: a CUDA call failed.
     """
 
     def __init__(
@@ -59,8 +64,13 @@ class TransferPlan:
         self._chunk_tokens = chunk_tokens
         self._writers = writers
         self._mover = mover
-        self._movers = (self._choose(mover, STORE), self._choose(mover, LOAD))
-        self.engine = engine if engine is not None else default_engine()
+        try:
+            self._movers = (self._choose(mover, STORE), self._choose(mover, LOAD))
+            self.engine = engine if engine is not None else default_engine()
+        except BaseException:
+            self._packed.release()  # whoever keeps the exception must not hold the region by it
+            raise
+        self._packed.memory.settle = _settling(self.engine, self._packed.native)
         self._closed = False
 
     @property
@@ -109,7 +119,8 @@ class TransferPlan:
 
         Raises:
             PlanError: an id out of range, a page named twice, unequal lengths; nothing has moved.
-            StalePlanError: the cache or the region is gone or has moved.
+            StalePlanError: the cache or the region is gone or has moved, or is no longer pinned as
+                it was.
         """
         return self._submit(STORE, pairs, stream, layers, mover, False, None)
 
@@ -233,12 +244,15 @@ class TransferPlan:
     def close(self) -> None:
         """Wait for this plan's transfers and let go of cache and region. Idempotent."""
         if not self._closed:
-            self._closed = True
             self._packed.invalidate("it is closed")
             try:
                 self.engine.drain(self._packed.native)
-            finally:  # a forked child cannot wait for its parent's threads, and need not
-                self._packed.release()
+            except TransferError:  # a forked child cannot wait for its parent's threads
+                self._closed = True
+                self._packed.release()  # and need not
+                raise
+            self._closed = True
+            self._packed.release()
 
     def __enter__(self) -> TransferPlan:
         return self
@@ -247,9 +261,23 @@ class TransferPlan:
         self.close()
 
 
+def _settling(engine: Engine, plan: _C.Plan) -> Callable[[], object]:
+    """Have `engine` let go of what ended jobs of `plan` kept, which it does when it is called."""
+    alive = weakref.ref(engine)  # it has the jobs, which keep what asks for this
+
+    def settle() -> None:
+        here = alive()
+        if here is not None:
+            with contextlib.suppress(TransferError):  # in a forked child
+                here.drain(plan, 0.0)
+
+    return settle
+
+
 def _layer_range(layers: range | None) -> tuple[int, int] | None:
     if layers is None:
         return None
     if not isinstance(layers, range) or layers.step != 1 or layers.start < 0:
         raise PlanError(f"layers={layers}: a range with step 1 of layer ids is needed")
-    return layers.start, layers.stop
+    most = 0xFFFFFFFF  # an id has 32 bits; ids that no layer has are left out
+    return min(layers.start, most), min(layers.stop, most)

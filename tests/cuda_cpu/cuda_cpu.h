@@ -137,8 +137,9 @@ inline void run(dim3 grid, dim3 block, const std::function<void()>& f) {
   current = nullptr;
 }
 
-// What the launch macro of the sources calls.
-cudaError_t launch_async(cudaStream_t stream, dim3 grid, dim3 block, std::function<void()> kernel);
+// What the launch macro of the sources calls. `kernel` is the function that `run` calls.
+cudaError_t launch_async(const void* kernel, cudaStream_t stream, dim3 grid, dim3 block,
+                         std::function<void()> run);
 
 // ---- controls for tests ---------------------------------------------------------------------------
 
@@ -153,7 +154,7 @@ Live live();
 bool idle();  // nothing is queued on any stream but the default one
 // Registered memory appears at another address than its own, through a second mapping of the same
 // pages; needs shared mappings. Otherwise alias and address are the same.
-void use_aliases(bool on);
+void use_aliases(bool on);  // at the start: whether CUDA_CPU_ALIASES is set
 void set_devices(int count);
 void adopt_device_memory(void* p, size_t n, int device);  // as if cudaMalloc had returned it
 void disown_device_memory(void* p);

@@ -13,6 +13,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "cuda_cpu.h"
 
@@ -36,7 +37,7 @@ struct Stream {
   uint64_t submitted = 0, completed = 0;
   bool blocking = true;
   int device = 0;
-  bool capturing = false;
+  bool capturing = false, spoiled = false;
   std::vector<std::function<void()>> captured;
 };
 
@@ -77,7 +78,8 @@ thread_local cudaError_t last_error = cudaSuccess;
 thread_local int current_device = 0;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 int num_devices = 1;
-bool aliases = false, batched = true;
+bool aliases = std::getenv("CUDA_CPU_ALIASES") != nullptr, batched = true;
+std::set<const void*> loaded;  // kernels that the device has
 double clock_now = 0;  // milliseconds
 // Set, events are not waited for: what a forgotten wait would do, for tests of tests.
 const bool waits_are_lost = std::getenv("CUDA_CPU_LOSE_WAITS") != nullptr;
@@ -185,8 +187,13 @@ bool any_capture() {
     if (s->capturing) return true;
   return false;
 }
-// Calls that may synchronise spoil a capture, unless their thread says that it knows what it does.
-bool forbidden() { return capture_mode != cudaStreamCaptureModeRelaxed && any_capture(); }
+// Calls that may synchronise are refused during a capture and spoil it, unless their thread says that
+// it knows what it does.
+bool forbidden() {
+  if (capture_mode == cudaStreamCaptureModeRelaxed || !any_capture()) return false;
+  for (const StreamPtr& s : streams) s->spoiled = s->spoiled || s->capturing;
+  return true;
+}
 
 const Block* find(const std::map<uintptr_t, Block>& m, uintptr_t a, size_t n, uintptr_t* base) {
   auto i = m.upper_bound(a);
@@ -199,6 +206,14 @@ const Block* find(const std::map<uintptr_t, Block>& m, uintptr_t a, size_t n, ui
 bool inside(const std::map<uintptr_t, Block>& m, const void* p, size_t n) {
   return find(m, reinterpret_cast<uintptr_t>(p), n, nullptr) != nullptr;
 }
+// Whether a copy would leave what one call has allocated or registered.
+bool torn(const void* p, size_t n) {
+  const uintptr_t a = reinterpret_cast<uintptr_t>(p);
+  for (const auto* m : {&device_memory, &host_memory, &registered})
+    for (const auto& [at, b] : *m)
+      if (a < at + b.bytes && at < a + n && !(at <= a && a + n <= at + b.bytes)) return true;
+  return false;
+}
 bool pinned(const void* p, size_t n) { return inside(host_memory, p, n) || inside(registered, p, n); }
 
 int batch_copy(uint64_t* targets, uint64_t* sources, size_t* sizes, size_t count, void*, size_t*,
@@ -207,6 +222,10 @@ int batch_copy(uint64_t* targets, uint64_t* sources, size_t* sizes, size_t count
   if (inject("cuMemcpyBatchAsync")) return 999;
   if (of(stream) == null_stream) return 1;
   if (of(stream)->capturing) return 900;
+  for (size_t i = 0; i < count; ++i)
+    if (torn(reinterpret_cast<void*>(targets[i]), sizes[i]) ||
+        torn(reinterpret_cast<void*>(sources[i]), sizes[i]))
+      return 1;
   std::vector<size_t> turn(count);
   for (size_t i = 0; i < count; ++i) turn[i] = i;
   for (size_t i = count; i > 1; --i) std::swap(turn[i - 1], turn[next_random() % i]);
@@ -222,15 +241,20 @@ int batch_copy(uint64_t* targets, uint64_t* sources, size_t* sizes, size_t count
 
 namespace cuda_cpu {
 
-cudaError_t launch_async(cudaStream_t stream, dim3 grid, dim3 block, std::function<void()> kernel) {
+cudaError_t launch_async(const void* kernel, cudaStream_t stream, dim3 grid, dim3 block,
+                         std::function<void()> work) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
   if (inject("cudaLaunchKernel")) return set(cudaErrorLaunchOutOfResources);
   if (grid.x == 0 || block.x == 0 || block.x > 1024) return set(cudaErrorInvalidConfiguration);
+  if (loaded.insert(kernel).second && any_capture()) {  // the first launch loads, at a bad time
+    loaded.erase(kernel);
+    return set(cudaErrorStreamCaptureUnsupported);
+  }
   return give(stream, [=] {
     // A kernel may use the alias alone, so while it runs there is nothing at the address.
     for (const auto& [address, b] : registered)
       if (b.alias != address) mprotect(reinterpret_cast<void*>(address), b.bytes, PROT_NONE);
-    run(grid, block, kernel);
+    run(grid, block, work);
     for (const auto& [address, b] : registered)
       if (b.alias != address) mprotect(reinterpret_cast<void*>(address), b.bytes, PROT_READ | PROT_WRITE);
   });
@@ -309,6 +333,14 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** f, unsigne
   const bool has = batched && std::string(name) == "cuMemcpyBatchAsync";
   *f = has ? reinterpret_cast<void*>(&batch_copy) : nullptr;
   *r = has ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void* kernel) {
+  ENTER;
+  if (forbidden()) return set(cudaErrorStreamCaptureUnsupported);
+  *a = {};
+  loaded.insert(kernel);
   return cudaSuccess;
 }
 
@@ -400,6 +432,7 @@ cudaError_t cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind kin
   ENTER;
   if (kind == cudaMemcpyHostToDevice && !inside(device_memory, d, n)) return set(cudaErrorInvalidValue);
   if (kind == cudaMemcpyDeviceToHost && !inside(device_memory, s, n)) return set(cudaErrorInvalidValue);
+  if (torn(d, n) || torn(s, n)) return set(cudaErrorInvalidValue);
   const cudaError_t error = give(t, [=] { std::memcpy(d, s, n); });
   if (error != cudaSuccess) return error;
   // Pageable memory: done on return.
@@ -413,6 +446,7 @@ cudaError_t cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind kin
 cudaError_t cudaMemcpy2DAsync(void* d, size_t dp, const void* s, size_t sp, size_t w, size_t h, cudaMemcpyKind kind, cudaStream_t t) {
   ENTER;
   if (dp < w || sp < w || h == 0) return set(cudaErrorInvalidPitchValue);
+  if (torn(d, dp * (h - 1) + w) || torn(s, sp * (h - 1) + w)) return set(cudaErrorInvalidValue);
   if (kind == cudaMemcpyHostToDevice && !inside(device_memory, d, dp * (h - 1) + w)) return set(cudaErrorInvalidValue);
   if (kind == cudaMemcpyDeviceToHost && !inside(device_memory, s, sp * (h - 1) + w)) return set(cudaErrorInvalidValue);
   return give(t, [=] {
@@ -446,6 +480,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t s) {
   ENTER;
+  if (forbidden()) return set(cudaErrorStreamCaptureUnsupported);
   const StreamPtr stream = of(s);
   if (stream->capturing) return set(cudaErrorStreamCaptureUnsupported);
   const Mark m{stream, stream->submitted};
@@ -454,11 +489,13 @@ cudaError_t cudaStreamSynchronize(cudaStream_t s) {
 }
 cudaError_t cudaStreamQuery(cudaStream_t s) {
   ENTER;
+  if (forbidden()) return set(cudaErrorStreamCaptureUnsupported);
   if (next_random() % 2) step_any();
   return of(s)->queue.empty() ? cudaSuccess : set(cudaErrorNotReady);
 }
 cudaError_t cudaDeviceSynchronize() {
   ENTER;
+  if (forbidden()) return set(cudaErrorStreamCaptureUnsupported);
   until_all_done();
   return cudaSuccess;
 }
@@ -499,10 +536,16 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
 }
 cudaError_t cudaEventQuery(cudaEvent_t e) {
   ENTER;
+  if (forbidden()) return set(cudaErrorStreamCaptureUnsupported);
   if (next_random() % 2) step_any();
   return done(e->mark) ? cudaSuccess : set(cudaErrorNotReady);
 }
-cudaError_t cudaEventSynchronize(cudaEvent_t e) { ENTER; until([&] { return done(e->mark); }); return cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t e) {
+  ENTER;
+  if (forbidden()) return set(cudaErrorStreamCaptureUnsupported);
+  until([&] { return done(e->mark); });
+  return cudaSuccess;
+}
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) {
   ENTER;
   if (!a->timed || !b->timed) return set(cudaErrorInvalidResourceHandle);
@@ -532,9 +575,12 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus* statu
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* g) {
   ENTER;
-  *g = new CUgraph_st{std::move(s->stream->captured)};
-  s->stream->captured.clear();
+  std::vector<std::function<void()>> captured;
+  captured.swap(s->stream->captured);
   s->stream->capturing = false;
+  *g = nullptr;
+  if (std::exchange(s->stream->spoiled, false)) return set(cudaErrorStreamCaptureInvalidated);
+  *g = new CUgraph_st{std::move(captured)};
   ++graphs;
   return cudaSuccess;
 }

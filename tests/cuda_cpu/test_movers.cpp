@@ -28,7 +28,8 @@ void moves(uint64_t seed) {
   cuda_cpu::order = static_cast<unsigned>(seed % 3);
   cuda_cpu::set_batched_copies(seed % 2);
   World w = random_world(r);
-  auto pinned = r.below(4) ? pin(w) : nullptr;  // the copy engine also takes pageable memory
+  // In one piece or in many; the copy engine also takes pageable memory.
+  auto pinned = r.below(4) ? pin(w, r.below(2) ? kMaxPieceBytes : w.row_stride) : nullptr;
   for (Mover* mover : {static_cast<Mover*>(&kernel_mover()), static_cast<Mover*>(&copy_engine_mover())}) {
     if (!pinned && mover == &kernel_mover()) continue;
     for (const Direction d : {Direction::Store, Direction::Load}) {

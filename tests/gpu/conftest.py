@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vkvmap import cuda
+from vkvmap.transfer import Engine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,3 +30,10 @@ def gpu() -> Iterator[Any]:
 
     yield torch
     torch.cuda.synchronize()
+
+
+@pytest.fixture
+def engine(gpu: Any) -> Iterator[Engine]:
+    made = Engine(threads=2)
+    yield made
+    assert made.shutdown(timeout=60)

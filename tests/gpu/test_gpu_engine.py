@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,25 +17,18 @@ from benchmarks.model_shapes import SHAPES, PlacedShape
 from tests.gpu.sides import (
     LOAD,
     MOVERS,
+    SHORT,
     STORE,
     Pages,
     Sides,
     behind_slow_work,
+    ids,
     slow,
+    steps_of_another_thread,
     with_longer_work,
 )
+from vkvmap import cuda
 from vkvmap.transfer import Engine, Job
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    made = Engine(threads=2)
-    yield made
-    assert made.shutdown(timeout=60)
-
-
-def ids(*numbers: int) -> np.ndarray:
-    return np.array(numbers, np.int64)
 
 
 def small(torch: Any) -> Pages:
@@ -47,15 +40,22 @@ def small(torch: Any) -> Pages:
 def test_a_load_comes_after_a_pending_zeroing(
     gpu: Any, engine: Engine, mover: str, default_stream: bool
 ) -> None:
-    world = small(gpu)
-    stream = gpu.cuda.default_stream() if default_stream else gpu.cuda.Stream()
-    slow(gpu, stream)
-    with gpu.cuda.stream(stream):
-        world.sides.cache.zero_()
-    every = np.arange(world.count, dtype=np.int64)
-    engine.submit(world.plan, LOAD, [(0, every, every)], mover=mover, stream=stream).check(60)
-    world.blocks[:] = world.pages
-    world.check(mover)
+    def look(cycles: int) -> bool:
+        world = small(gpu)
+        world.warm(engine, LOAD, mover)
+        stream = gpu.cuda.default_stream() if default_stream else gpu.cuda.Stream()
+        over = slow(gpu, stream, cycles)
+        with gpu.cuda.stream(stream):
+            world.sides.cache.zero_()
+        groups = [(0, world.every, world.every)]
+        job = engine.submit(world.plan, LOAD, groups, mover=mover, stream=stream)
+        in_time = not over.query()
+        job.check(60)
+        world.blocks[:] = world.pages
+        world.check(mover)
+        return in_time
+
+    with_longer_work(look, SHORT)
 
 
 @pytest.mark.parametrize("mover", MOVERS)
@@ -63,37 +63,49 @@ def test_a_load_comes_after_a_pending_zeroing(
 def test_a_store_carries_what_the_compute_stream_is_still_writing(
     gpu: Any, engine: Engine, mover: str, default_stream: bool
 ) -> None:
-    world = small(gpu)
-    stream = gpu.cuda.default_stream() if default_stream else gpu.cuda.Stream()
-    slow(gpu, stream)
-    with gpu.cuda.stream(stream):
-        world.sides.cache.fill_(0x5C)
-    every = np.arange(world.count, dtype=np.int64)
-    engine.submit(world.plan, STORE, [(0, every, every)], mover=mover, stream=stream).check(60)
-    world.blocks[:] = world.pages[:] = 0x5C
-    world.check(mover)
+    def look(cycles: int) -> bool:
+        world = small(gpu)
+        world.warm(engine, STORE, mover)
+        stream = gpu.cuda.default_stream() if default_stream else gpu.cuda.Stream()
+        over = slow(gpu, stream, cycles)
+        with gpu.cuda.stream(stream):
+            world.sides.cache.fill_(0x5C)
+        groups = [(0, world.every, world.every)]
+        job = engine.submit(world.plan, STORE, groups, mover=mover, stream=stream)
+        in_time = not over.query()
+        job.check(60)
+        world.blocks[:] = world.pages[:] = 0x5C
+        world.check(mover)
+        return in_time
+
+    with_longer_work(look, SHORT)
 
 
 @pytest.mark.parametrize("mover", MOVERS)
 def test_ids_of_a_job_behind_slow_work_may_be_reused_at_once(
     gpu: Any, engine: Engine, mover: str
 ) -> None:
-    world = small(gpu)
-    stream = gpu.cuda.Stream()
-    slow(gpu, stream)
-    blocks, pages = ids(0, 1), ids(5, 4)
-    jobs = []
-    for pair in ((0, 5), (1, 4), (9, 12)):
-        blocks[:], pages[:] = (pair[0], pair[0] + 2), (pair[1], pair[1] + 2)
-        jobs.append(
-            engine.submit(world.plan, STORE, [(0, blocks, pages)], mover=mover, stream=stream)
-        )
-        for offset in (0, 2):
-            world.pages[pair[1] + offset] = world.blocks[pair[0] + offset]
-    blocks[:], pages[:] = 15, 15
-    for job in jobs:
-        job.check(60)
-    world.check(mover)
+    def look(cycles: int) -> bool:
+        world = small(gpu)
+        world.warm(engine, STORE, mover)
+        stream, over = behind_slow_work(gpu, cycles)
+        blocks, pages = ids(0, 1), ids(5, 4)
+        jobs = []
+        for pair in ((0, 5), (1, 4), (9, 12)):
+            blocks[:], pages[:] = (pair[0], pair[0] + 2), (pair[1], pair[1] + 2)
+            jobs.append(
+                engine.submit(world.plan, STORE, [(0, blocks, pages)], mover=mover, stream=stream)
+            )
+            for offset in (0, 2):
+                world.pages[pair[1] + offset] = world.blocks[pair[0] + offset]
+        blocks[:], pages[:] = 15, 15
+        in_time = not over.query()
+        for job in jobs:
+            job.check(60)
+        world.check(mover)
+        return in_time
+
+    with_longer_work(look, SHORT)
 
 
 @pytest.mark.parametrize("storer", MOVERS)
@@ -101,14 +113,20 @@ def test_ids_of_a_job_behind_slow_work_may_be_reused_at_once(
 def test_a_load_of_a_page_comes_after_the_store_of_it(
     gpu: Any, engine: Engine, storer: str, loader: str
 ) -> None:
-    world = small(gpu)
-    stream, idle = gpu.cuda.Stream(), gpu.cuda.Stream()
-    slow(gpu, stream)
-    engine.submit(world.plan, STORE, [(0, ids(0), ids(4))], mover=storer, stream=stream)
-    bound = engine.submit(world.plan, LOAD, [(0, ids(1), ids(4))], mover=loader, stream=idle)
-    bound.check(60)
-    world.pages[4] = world.blocks[1] = world.blocks[0]
-    world.check(f"{storer}, then {loader}")
+    def look(cycles: int) -> bool:
+        world, idle = small(gpu), gpu.cuda.Stream()
+        world.warm(engine, STORE, storer)
+        world.warm(engine, LOAD, loader)
+        stream, over = behind_slow_work(gpu, cycles)
+        engine.submit(world.plan, STORE, [(0, ids(0), ids(4))], mover=storer, stream=stream)
+        bound = engine.submit(world.plan, LOAD, [(0, ids(1), ids(4))], mover=loader, stream=idle)
+        in_time = not over.query()
+        bound.check(60)
+        world.pages[4] = world.blocks[1] = world.blocks[0]
+        world.check(f"{storer}, then {loader}")
+        return in_time
+
+    with_longer_work(look, SHORT)
 
 
 @pytest.mark.parametrize("storer", MOVERS)
@@ -116,23 +134,29 @@ def test_a_load_of_a_page_comes_after_the_store_of_it(
 def test_a_load_into_a_block_comes_after_the_store_that_reads_it(
     gpu: Any, engine: Engine, storer: str, loader: str
 ) -> None:
-    world = small(gpu)
-    stream, idle = gpu.cuda.Stream(), gpu.cuda.Stream()
-    slow(gpu, stream)
-    store = engine.submit(world.plan, STORE, [(0, ids(3), ids(0))], mover=storer, stream=stream)
-    engine.submit(world.plan, LOAD, [(0, ids(3), ids(1))], mover=loader, stream=idle).check(60)
-    store.check(60)
-    world.pages[0] = world.blocks[3]
-    world.blocks[3] = world.pages[1]
-    world.check(f"{storer}, then {loader}")
+    def look(cycles: int) -> bool:
+        world, idle = small(gpu), gpu.cuda.Stream()
+        world.warm(engine, STORE, storer)
+        world.warm(engine, LOAD, loader)
+        stream, over = behind_slow_work(gpu, cycles)
+        store = engine.submit(world.plan, STORE, [(0, ids(3), ids(0))], mover=storer, stream=stream)
+        load = engine.submit(world.plan, LOAD, [(0, ids(3), ids(1))], mover=loader, stream=idle)
+        in_time = not over.query()
+        load.check(60)
+        store.check(60)
+        world.pages[0] = world.blocks[3]
+        world.blocks[3] = world.pages[1]
+        world.check(f"{storer}, then {loader}")
+        return in_time
+
+    with_longer_work(look, SHORT)
 
 
 @pytest.mark.parametrize("mover", MOVERS)
 def test_jobs_that_share_nothing_do_not_wait_and_nobody_is_held_up(gpu: Any, mover: str) -> None:
     def look(cycles: int) -> bool:
         world, engine = small(gpu), Engine(threads=2)
-        warm = engine.submit(world.plan, STORE, [(0, ids(0), ids(4))], mover=mover)
-        warm.check(60)
+        stored, loaded = world.warm(engine, STORE, mover), world.warm(engine, LOAD, mover)
         called: list[tuple[Job, int]] = []
         stream, over = behind_slow_work(gpu, cycles)
         held = engine.submit(
@@ -152,7 +176,7 @@ def test_jobs_that_share_nothing_do_not_wait_and_nobody_is_held_up(gpu: Any, mov
         in_time = not over.query()
         if in_time:
             assert early == (False, False, [])
-            assert (stores, loads) == ([warm], [free])
+            assert (stores, loads) == ([stored], [loaded, free])
         report = held.check(60)
         assert (report["mover"], report["bytes"], report["pages"]) == (mover, world.page_bytes, 1)
         assert engine.shutdown(timeout=60)  # all callbacks are made
@@ -200,18 +224,103 @@ def test_progress_words_appear_once_their_layer_is_in_place(
 @pytest.mark.parametrize("drain", [True, False])
 @pytest.mark.parametrize("mover", MOVERS)
 def test_shutdown_ends_jobs_behind_slow_work(gpu: Any, mover: str, drain: bool) -> None:
-    world = small(gpu)
-    engine, stream = Engine(threads=1), gpu.cuda.Stream()
-    slow(gpu, stream)
-    jobs = [
-        engine.submit(world.plan, STORE, [(0, ids(n), ids(n + 8))], mover=mover, stream=stream)
-        for n in range(8)
-    ]
-    assert engine.shutdown(drain=drain, timeout=60)
-    assert all(job.done() for job in jobs)
-    for n, job in enumerate(jobs):
-        moved = job.result()["error"] is None
-        assert moved or not drain
-        if moved:
-            world.pages[n + 8] = world.blocks[n]
-    world.check(mover)
+    def look(cycles: int) -> bool:
+        world, engine = small(gpu), Engine(threads=1)
+        world.warm(engine, STORE, mover)
+        stream, over = behind_slow_work(gpu, cycles)
+        jobs = [
+            engine.submit(world.plan, STORE, [(0, ids(n), ids(n + 8))], mover=mover, stream=stream)
+            for n in range(8)
+        ]
+        in_time = not over.query()
+        assert engine.shutdown(drain=drain, timeout=60)
+        assert all(job.done() for job in jobs)
+        for n, job in enumerate(jobs):
+            moved = job.result()["error"] is None
+            assert moved or not drain
+            if moved:
+                world.pages[n + 8] = world.blocks[n]
+        world.check(mover)
+        return in_time
+
+    with_longer_work(look, SHORT)
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_a_fresh_plan_is_submitted_without_waiting_for_the_work_of_another(
+    gpu: Any, engine: Engine, mover: str, direction: int
+) -> None:
+    def look(cycles: int) -> bool:
+        world, fresh = small(gpu), small(gpu)
+        world.warm(engine, STORE, mover)
+        world.warm(engine, LOAD, mover)
+        stream, over = behind_slow_work(gpu, cycles)
+        held = engine.submit(world.plan, LOAD, [(0, ids(2), ids(7))], mover=mover, stream=stream)
+        time.sleep(0.05)  # by now the lane's own stream waits for the slow work
+        job = engine.submit(fresh.plan, direction, [(0, ids(1), ids(3))], mover=mover)
+        early = held.done()
+        in_time = not over.query()
+        assert not (in_time and early)
+        held.check(60)
+        job.check(60)
+        world.blocks[2] = world.pages[7]
+        if direction == STORE:
+            fresh.pages[3] = fresh.blocks[1]
+        else:
+            fresh.blocks[1] = fresh.pages[3]
+        world.check(mover)
+        fresh.check(mover)
+        return in_time
+
+    with_longer_work(look)
+
+
+def an_engine(world: Pages, busy: Callable[[], Any]) -> list[Any]:
+    engine = Engine(threads=1)
+    groups = [(0, ids(0), ids(1))]
+    engine.submit(world.plan, STORE, groups, mover="kernel", stream=busy(), keep=world.sides)
+    return [engine]
+
+
+def a_job(world: Pages, busy: Callable[[], Any]) -> list[Any]:
+    """With the last reference to its plan and to its engine."""
+    engine, plan = Engine(threads=1), vars(world).pop("plan")
+    groups = [(0, ids(0), ids(1))]
+    return [engine.submit(plan, STORE, groups, mover="kernel", stream=busy(), keep=world.sides)]
+
+
+def a_plan(world: Pages, busy: Callable[[], Any]) -> list[Any]:
+    busy()
+    return [vars(world).pop("plan")]
+
+
+def a_graph_transfer(world: Pages, busy: Callable[[], Any]) -> list[Any]:
+    made = cuda.GraphTransfer(world.plan, STORE, {0: 1})
+    busy()
+    return [made]
+
+
+@pytest.mark.parametrize("last", [an_engine, a_job, a_plan, a_graph_transfer])
+def test_what_waits_for_the_gpu_when_it_is_dropped_holds_up_no_other_thread(
+    gpu: Any, engine: Engine, last: Callable[[Pages, Callable[[], Any]], list[Any]]
+) -> None:
+    def look(cycles: int) -> bool:
+        world, ends = small(gpu), []
+
+        def busy() -> Any:
+            stream, over = behind_slow_work(gpu, cycles)
+            ends.append(over)
+            return stream
+
+        world.warm(engine, STORE, "kernel")
+        engine.finished("store")  # a job that nobody has asked for keeps its plan
+        references = last(world, busy)
+        with steps_of_another_thread() as steps:
+            in_time, before = not ends[0].query(), steps()
+            references.clear()
+            waited, made = ends[0].query(), steps() - before
+        # A drop that waits for nothing is as good. One that waits does so for seconds.
+        return in_time and (made > 10 or not waited)
+
+    with_longer_work(look)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.gpu.sides import MOVERS, slow
+from tests.gpu.sides import MOVERS, SHORT, behind_slow_work, slow, with_longer_work
 from vkvmap import (
     CacheView,
     LayerSpec,
@@ -57,12 +56,9 @@ class Rank:
         return self.tensors[name].cpu().numpy()[self.blocks]
 
 
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Engine]:
+@pytest.fixture(autouse=True)
+def own_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of the choice between movers
-    made = Engine(threads=1)
-    yield made
-    assert made.shutdown(timeout=60)
 
 
 @pytest.mark.parametrize("mover", ["auto", *MOVERS])
@@ -81,13 +77,21 @@ def test_what_two_ranks_store_one_loads_layer_by_layer_and_after_sleep(
             with TransferPlan(rank.mappings(), rank.views(), region, **options) as plan:
                 plan.store((rank.blocks, EVERY), stream=stream).check(60)
         plan = TransferPlan(whole.mappings(), whole.views(), region, **options)
-        slow(gpu, stream)
-        with gpu.cuda.stream(stream):
-            for tensor in whole.tensors.values():
-                tensor.zero_()
-        plan.load((whole.blocks, EVERY), stream=stream, layers=range(1, 2)).check(60)
-        assert not whole.pages("layers.0").any()
-        assert np.array_equal(whole.pages("layers.1"), truth["layers.1"])
+
+        def look(cycles: int) -> bool:
+            plan.load((whole.blocks, EVERY), stream=stream).check(60)  # prepares what there is to
+            over = slow(gpu, stream, cycles)
+            with gpu.cuda.stream(stream):
+                for tensor in whole.tensors.values():
+                    tensor.zero_()
+            job = plan.load((whole.blocks, EVERY), stream=stream, layers=range(1, 2))
+            in_time = not over.query()
+            job.check(60)
+            assert not whole.pages("layers.0").any()
+            assert np.array_equal(whole.pages("layers.1"), truth["layers.1"])
+            return in_time
+
+        with_longer_work(look, SHORT)
         plan.load((whole.blocks, EVERY), stream=stream).check(60)
         assert np.array_equal(whole.pages("layers.0"), truth["layers.0"])
         plan.invalidate("the engine sleeps")
@@ -98,6 +102,35 @@ def test_what_two_ranks_store_one_loads_layer_by_layer_and_after_sleep(
             plan.load((woken.blocks, EVERY), stream=stream).check(60)
         for name in TABLE:
             assert np.array_equal(woken.pages(name), truth[name])
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+def test_a_job_keeps_what_it_was_given_until_its_last_byte(
+    gpu: Any, engine: Engine, mover: str
+) -> None:
+    def look(cycles: int) -> bool:
+        rank = Rank(gpu, 1, 0, None)
+        sizes = [tensor.nbytes for tensor in rank.tensors.values()]
+        with Region.create(sections_for(rank.mappings(), TOKENS, PAGES)) as region:
+            assert cuda.pin(region).pinned, region.registration.why_not
+            plan = TransferPlan(rank.mappings(), rank.views(), region, mover=mover, engine=engine)
+            plan.store((rank.blocks, EVERY)).check(60)
+            for tensor in rank.tensors.values():
+                tensor.fill_(0x5C)
+            gpu.cuda.synchronize()
+            stream, over = behind_slow_work(gpu, cycles)
+            job = plan.store((rank.blocks, EVERY), stream=stream)
+            del plan, rank, tensor
+            # Whoever allocates as much now, on the stream of the tensors, gets memory let go of.
+            others = [gpu.zeros(size, dtype=gpu.uint8, device="cuda") for size in sizes]
+            in_time = not over.query()
+            job.check(60)
+            for section in region.sections:
+                assert (region.rows(section.name) == 0x5C).all()
+            assert not any(other.cpu().numpy().any() for other in others)
+        return in_time
+
+    with_longer_work(look, SHORT)
 
 
 def test_a_mover_that_cannot_reach_the_cache_is_refused(gpu: Any, engine: Engine) -> None:

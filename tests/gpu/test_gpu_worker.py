@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gpu.sides import MOVERS, slow
+from tests.gpu.sides import MOVERS, SHORT, slow, with_longer_work
 from tests.vllm.test_worker import BLOCKS, base, engine, job, setting
 from vkvmap.cache import TensorView
 from vkvmap.integrations.vllm.options import Options
@@ -49,34 +49,49 @@ class OnGpu:
 def test_jobs_wait_for_what_the_engine_has_queued_before_them(
     gpu: Any, module: Any, mover: str
 ) -> None:
-    world = OnGpu(gpu)
-    released: list[str] = []
-    worker = module.VkvmapWorker(
-        world.setup,
-        Options(mover=mover),
-        memoryview(world.memory),
-        BLOCKS,
-        lambda: released.append("memory"),
-    )
-    assert worker._region.pinned, worker._region.registration.why_not
-    stored, others, stream = [3, 1, 6], [0, 2, 4, 5, 7], gpu.cuda.Stream()
-    cache, host = job(stored)
-    with gpu.cuda.stream(stream):
-        slow(gpu, stream)
-        for tensor in world.tensors:  # what the model writes
-            tensor.fill_(0x5C)
+    def look(cycles: int) -> bool:
+        world = OnGpu(gpu)
+        released: list[str] = []
+        worker = module.VkvmapWorker(
+            world.setup,
+            Options(mover=mover),
+            memoryview(world.memory),
+            BLOCKS,
+            lambda: released.append("memory"),
+        )
+        assert worker._region.pinned, worker._region.registration.why_not
+
+        def ended(number: int) -> None:
+            worker.wait([number])
+            seen = [(entry.job_id, entry.success) for entry in worker.get_finished()]
+            assert seen == [(number, True)]
+
+        cache, host = job([0])  # one of each kind, so that those behind work have all they need
         assert worker.submit_store(1, cache, host)
-    worker.wait([1])
-    assert [(entry.job_id, entry.success) for entry in worker.get_finished()] == [(1, True)]
-    with gpu.cuda.stream(stream):
-        slow(gpu, stream)
-        for tensor in world.tensors:  # blocks are cleared before they are given out again
-            tensor.zero_()
+        ended(1)
         assert worker.submit_load(2, host, cache)
-    worker.wait([2])
-    assert [(entry.job_id, entry.success) for entry in worker.get_finished()] == [(2, True)]
-    gpu.cuda.synchronize()
-    for got in world.blocks():
-        assert (got[stored] == 0x5C).all() and not got[others].any()
-    worker.shutdown()
-    assert released == ["memory"] and not worker._region.alive
+        ended(2)
+        stored, others, stream = [3, 1, 6], [0, 2, 4, 5, 7], gpu.cuda.Stream()
+        cache, host = job(stored)
+        with gpu.cuda.stream(stream):
+            over = slow(gpu, stream, cycles)
+            for tensor in world.tensors:  # what the model writes
+                tensor.fill_(0x5C)
+            assert worker.submit_store(3, cache, host)
+        in_time = not over.query()
+        ended(3)
+        with gpu.cuda.stream(stream):
+            over = slow(gpu, stream, cycles)
+            for tensor in world.tensors:  # blocks are cleared before they are given out again
+                tensor.zero_()
+            assert worker.submit_load(4, host, cache)
+        in_time = in_time and not over.query()
+        ended(4)
+        gpu.cuda.synchronize()
+        for got in world.blocks():
+            assert (got[stored] == 0x5C).all() and not got[others].any()
+        worker.shutdown()
+        assert released == ["memory"] and not worker._region.alive
+        return in_time
+
+    with_longer_work(look, SHORT)

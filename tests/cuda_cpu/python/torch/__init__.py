@@ -195,7 +195,7 @@ def _only_bytes(dtype: Any) -> None:
 
 
 def _on_device(shape: tuple[int, ...]) -> Tensor:
-    memory = DeviceMemory(int(np.prod(shape)))
+    memory = DeviceMemory(int(np.prod(shape)), cuda.current_stream())
     return Tensor(memory.array.reshape(shape), memory)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from typing import ClassVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -26,7 +28,6 @@ _PARAMETERS: dict[str, tuple[type, ...]] = {
     "cudaDeviceSynchronize": (),
     "cudaSetDevice": (_int,),
     "cudaStreamCreateWithFlags": (_out, ctypes.c_uint),
-    "cudaStreamDestroy": (_pointer,),
     "cudaStreamSynchronize": (_pointer,),
     "cudaEventCreateWithFlags": (_out, ctypes.c_uint),
     "cudaEventRecord": (_pointer, _pointer),
@@ -36,6 +37,7 @@ _PARAMETERS: dict[str, tuple[type, ...]] = {
     "cudaEventDestroy": (_pointer,),
     "cudaStreamBeginCapture": (_pointer, _int),
     "cudaStreamEndCapture": (_pointer, _out),
+    "cudaThreadExchangeStreamCaptureMode": (ctypes.POINTER(_int),),
     "cudaGraphInstantiate": (_out, _pointer, ctypes.c_ulonglong),
     "cudaGraphLaunch": (_pointer, _pointer),
     "cudaGraphDestroy": (_pointer,),
@@ -67,6 +69,17 @@ def made_by(name: str, *arguments: object) -> int:
     return int(made.value or 0)
 
 
+@contextmanager
+def _relaxed() -> Iterator[None]:
+    """Disturb no capture: torch keeps freed memory, and calls nothing when a tensor goes."""
+    mode = _int(2)
+    call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+
 class _Memory:
     """Bytes that the runtime allocated, and frees once nothing refers to them."""
 
@@ -75,16 +88,37 @@ class _Memory:
 
     def __init__(self, nbytes: int) -> None:
         name, flags = self.allocate
+        self._nbytes = nbytes
         self._address = made_by(name, max(nbytes, 1), *flags)
         self.array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self._address))
 
     def __del__(self) -> None:
         if hasattr(self, "_address"):
-            call(self.free, self._address)
+            with _relaxed():
+                self._let_go()
+
+    def _let_go(self) -> None:
+        call(self.free, self._address)
 
 
 class DeviceMemory(_Memory):
+    """Allocated for work on `stream`.
+
+    Once nothing refers to it, torch gives it to whoever allocates next for that stream, and their
+    work follows at once. So other bytes come into it: work that still reads it, or writes it, on
+    another stream goes wrong here too, although freeing waits for all work.
+    """
+
     allocate, free = ("cudaMalloc", ()), "cudaFree"
+
+    def __init__(self, nbytes: int, stream: Any) -> None:
+        self._stream = stream
+        super().__init__(nbytes)
+
+    def _let_go(self) -> None:
+        stream = self._stream.cuda_stream
+        call("cudaMemsetAsync", self._address, 0xDB, self._nbytes, stream)
+        super()._let_go()
 
 
 class HostMemory(_Memory):

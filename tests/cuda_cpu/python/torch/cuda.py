@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import cycle
 from typing import Any
 
 from torch._runtime import call, happened, made_by
@@ -15,22 +16,30 @@ _here = threading.local()
 
 
 class Stream:
-    """A stream that the default stream does not wait for, as torch's own are."""
+    """One of 32 streams that the default stream does not wait for; they take turns, as torch's do.
+
+    None is ever destroyed, so that work goes on when nothing refers to its stream any more.
+    """
 
     def __init__(self, device: Any = None, *, _handle: int | None = None) -> None:
-        self._made = _handle is None
-        self.cuda_stream: int = (
-            made_by("cudaStreamCreateWithFlags", _NON_BLOCKING) if _handle is None else _handle
-        )
+        if _handle is None:
+            with _lock:
+                _handle = next(_turns)
+        self.cuda_stream: int = _handle
 
     def synchronize(self) -> None:
         call("cudaStreamSynchronize", self.cuda_stream)
 
-    def __del__(self) -> None:
-        if getattr(self, "_made", False) and hasattr(self, "cuda_stream"):
-            call("cudaStreamDestroy", self.cuda_stream)
+
+def _taking_turns() -> Iterator[int]:
+    made = []
+    for _ in range(32):
+        made.append(made_by("cudaStreamCreateWithFlags", _NON_BLOCKING))
+        yield made[-1]
+    yield from cycle(made)
 
 
+_turns, _lock = _taking_turns(), threading.Lock()
 _default = Stream(_handle=0)
 
 
@@ -116,10 +125,18 @@ class CUDAGraph:
 def graph(into: CUDAGraph, stream: Stream) -> Iterator[None]:
     synchronize()
     call("cudaStreamBeginCapture", stream.cuda_stream, 0)
-    with _on(stream):
-        yield
     made = ctypes.c_void_p()
-    call("cudaStreamEndCapture", stream.cuda_stream, ctypes.byref(made))
+    end = stream.cuda_stream, ctypes.byref(made)
+    try:
+        with _on(stream):
+            yield
+    except BaseException:
+        with suppress(RuntimeError):  # what was raised says more than a capture that it spoiled
+            call("cudaStreamEndCapture", *end)
+        if made.value:
+            call("cudaGraphDestroy", made.value)
+        raise
+    call("cudaStreamEndCapture", *end)
     into._captured(int(made.value or 0))
 
 
