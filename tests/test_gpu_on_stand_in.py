@@ -22,6 +22,10 @@ from tests.cuda_toolchain import Workshop
 
 pytestmark = pytest.mark.cuda
 
+#: Events are not waited for, and slow work takes half a second: what does not wait is early then, on
+#: a busy machine, too.
+WITHOUT_WAITS = {"CUDA_CPU_LOSE_WAITS": "1", "VKVMAP_TEST_SHORT_CYCLES": "1_000_000_000"}
+
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
@@ -139,8 +143,8 @@ def test_the_tests_of_the_gpu_pass_where_it_sees_registered_memory_at_other_addr
 
 
 def test_the_tests_of_the_gpu_notice_that_nobody_waits(checkout: Checkout, tmp_path: Path) -> None:
-    kept = ("-k", "test_gpu_engine or test_gpu_plan or test_gpu_worker")
-    seen, said = gpu_tests(checkout, tmp_path, *kept, CUDA_CPU_LOSE_WAITS="1")
+    kept = ("-k", "(test_gpu_engine or test_gpu_plan or test_gpu_worker) and not fresh_plan")
+    seen, said = gpu_tests(checkout, tmp_path, *kept, **WITHOUT_WAITS)
     wrong = {name: told for name, told in seen.items() if told != {"PASSED"}}
     # What is lost is a stream's wait for another. Jobs that meet wait for each other in the engine.
     noticed = (
@@ -148,7 +152,6 @@ def test_the_tests_of_the_gpu_notice_that_nobody_waits(checkout: Checkout, tmp_p
         "test_a_store_carries_what_the_compute_stream_is_still_writing",
         "test_jobs_that_share_nothing_do_not_wait_and_nobody_is_held_up",
         "test_progress_words_appear_once_their_layer_is_in_place",
-        "test_a_fresh_plan_is_submitted_without_waiting_for_the_work_of_another",
         "test_jobs_wait_for_what_the_engine_has_queued_before_them",
         "test_what_two_ranks_store_one_loads_layer_by_layer_and_after_sleep",
     )
@@ -197,7 +200,7 @@ def test_one_command_says_all_that_a_gpu_can_say(checkout: Checkout, tmp_path: P
 
 
 def test_one_command_fails_where_a_test_fails(checkout: Checkout, tmp_path: Path) -> None:
-    env = {"PYTHON": sys.executable, "CUDA_CPU_LOSE_WAITS": "1", "PYTEST_ADDOPTS": "-k zeroing"}
+    env = {"PYTHON": sys.executable, "PYTEST_ADDOPTS": "-k zeroing", **WITHOUT_WAITS}
     command = ("scripts/gpu.sh", str(tmp_path), "--scale", "256", "--phases", "ceilings")
     done = checkout.run(*command, cache=tmp_path, **env)
     assert done.returncode == 1 and "4 failed" in done.stdout, done.stdout + done.stderr
