@@ -22,8 +22,8 @@ from tests.cuda_toolchain import Workshop
 
 pytestmark = pytest.mark.cuda
 
-#: Events are not waited for, and slow work takes half a second: what does not wait is early then, on
-#: a busy machine, too.
+#: Events are not waited for, and slow work takes half a second: what does not wait is early then,
+#: on a busy machine, too.
 WITHOUT_WAITS = {"CUDA_CPU_LOSE_WAITS": "1", "VKVMAP_TEST_SHORT_CYCLES": "1_000_000_000"}
 
 
