@@ -20,13 +20,15 @@ DIRECTIONS = ("store", "load")
 
 
 def is_built() -> bool:
-    """Whether the checkout carries a build that has CUDA."""
+    """Whether the checkout carries a build that has CUDA and is as new as its sources."""
     sys.path.insert(0, str(ROOT))
     try:
         from vkvmap import _C
     except ImportError:
         return False
-    return bool(_C.cuda.BUILT)
+    sources = [*ROOT.glob("csrc/*"), *ROOT.glob("CMakeLists.txt")]
+    newest = max((source.stat().st_mtime for source in sources), default=0.0)
+    return bool(_C.cuda.BUILT) and Path(_C.__file__).stat().st_mtime >= newest
 
 
 def build() -> None:

@@ -83,13 +83,25 @@ inline Direction direction_of(int value) {
   return static_cast<Direction>(value);
 }
 
+// Whether this thread has the interpreter's lock. PyGILState_Check() says yes to every thread once
+// there has been a sub-interpreter.
+inline bool has_gil() {
+  if (!Py_IsInitialized()) return false;
+#if PY_VERSION_HEX >= 0x030D0000
+  PyThreadState* const current = PyThreadState_GetUnchecked();
+#else
+  PyThreadState* const current = _PyThreadState_UncheckedGet();
+#endif
+  return current != nullptr && current == PyGILState_GetThisThreadState();
+}
+
 // `owned` as a holder for Python, whose last owner lets go without the interpreter's lock: ends of
 // native objects wait for threads and devices, and other Python threads are not to wait with them.
 template <class T>
 std::shared_ptr<T> freed_without_gil(std::shared_ptr<T> owned) {
   T* const object = owned.get();
   return std::shared_ptr<T>(object, [owned = std::move(owned)](T*) mutable {
-    if (Py_IsInitialized() && PyGILState_Check()) {
+    if (has_gil()) {
       pybind11::gil_scoped_release released;
       owned.reset();
     } else {

@@ -91,6 +91,7 @@ void bind_cuda(py::module_& module) {
   cuda.attr("BUILT") = true;
   bind_coalescing(cuda);
   cuda.def("status", &status);
+  cuda.def("exchange_capture_mode", &exchange_capture_mode, py::arg("mode"));
   cuda.def("has_batched_copies", &CopyEngineMover::has_batched_copies);
   cuda.def("cache_device", &cache_device, py::arg("plan"));
   cuda.def("mean_run_bytes", [](const Plan& plan, int direction) {

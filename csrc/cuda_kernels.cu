@@ -19,9 +19,12 @@ namespace vkvmap::kernel {
   VKVMAP_KERNEL(vkvmap_load_u##unroll##_##hint##_buffer, Load, unroll, hint, BufferArgs)         \
   VKVMAP_KERNEL(vkvmap_load_u##unroll##_##hint##_params, Load, unroll, hint, ParameterArgs)
 
-VKVMAP_VARIANT(8, stream)
-VKVMAP_VARIANT(8, plain)
-VKVMAP_VARIANT(4, stream)
+#define VKVMAP_VARIANTS(use) \
+  use(8, stream);            \
+  use(8, plain);             \
+  use(4, stream)
+
+VKVMAP_VARIANTS(VKVMAP_VARIANT);
 
 #define VKVMAP_SELECT(kind, use)                                                          \
   const bool store = direction == Direction::Store;                                      \
@@ -33,25 +36,20 @@ VKVMAP_VARIANT(4, stream)
     return use(store ? vkvmap_store_u8_stream_##kind : vkvmap_load_u8_stream_##kind);     \
   return cudaErrorInvalidDeviceFunction
 
-namespace {
-
-cudaError_t load_buffer_kernel(Direction direction, const Variant& variant) {
-  VKVMAP_SELECT(buffer, load_kernel);
-}
-
-cudaError_t load_params_kernel(Direction direction, const Variant& variant) {
-  VKVMAP_SELECT(params, load_kernel);
-}
-
-}  // namespace
-
 bool is_compiled(const Variant& variant) {
   return variant.unroll == 8 || (variant.unroll == 4 && variant.hint == ptx::Hint::stream);
 }
 
-cudaError_t load(Direction direction, const Variant& variant) {
-  const cudaError_t error = load_buffer_kernel(direction, variant);
-  return error == cudaSuccess ? load_params_kernel(direction, variant) : error;
+cudaError_t load_all() {
+#define VKVMAP_LOAD(unroll, hint)                                                            \
+  for (const cudaError_t error : {load_kernel(vkvmap_store_u##unroll##_##hint##_buffer),     \
+                                  load_kernel(vkvmap_store_u##unroll##_##hint##_params),     \
+                                  load_kernel(vkvmap_load_u##unroll##_##hint##_buffer),      \
+                                  load_kernel(vkvmap_load_u##unroll##_##hint##_params)})     \
+    if (error != cudaSuccess) return error
+
+  VKVMAP_VARIANTS(VKVMAP_LOAD);
+  return cudaSuccess;
 }
 
 cudaError_t launch(Direction direction, const Variant& variant, const BufferArgs& args,

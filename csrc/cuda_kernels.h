@@ -13,9 +13,9 @@ struct Variant {
 
 bool is_compiled(const Variant& variant);
 
-// Puts both kernels of a variant on the current device. The runtime does that lazily, with the first
-// launch, which may then wait for the whole device and is refused while a graph is being captured.
-cudaError_t load(Direction direction, const Variant& variant);
+// Puts all kernels on the current device. The runtime does that lazily, each with its first launch,
+// which may then wait for the whole device and is refused while a graph is being captured.
+cudaError_t load_all();
 
 // The block pairs lie in a buffer that stays untouched until the launch has finished. `grid` CTAs of
 // `block` threads, block a multiple of 32 and at most kMaxThreads.

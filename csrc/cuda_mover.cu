@@ -10,6 +10,7 @@
 #include "cuda_plan.h"
 #include "cuda_schedule.h"
 #include "cuda_transfer.h"
+#include "home.h"
 
 namespace vkvmap {
 
@@ -109,8 +110,7 @@ std::shared_ptr<void> KernelMover::prepare(const Plan& plan) {
   auto device_plan = std::make_shared<DevicePlan>(plan);
   cuda::DeviceGuard guard(device_plan->device);
   cuda::CaptureModeGuard relaxed;
-  for (const Direction d : {Direction::Store, Direction::Load})
-    check(kernel::load(d, variant_of(tuning(d))), "cudaFuncGetAttributes");
+  check(kernel::load_all(), "cudaFuncGetAttributes");
   return device_plan;
 }
 
@@ -156,8 +156,10 @@ struct CapturedTransfer::State {
   std::vector<BufferArgs> launches;
   std::vector<uint32_t> grids;
 
+  const Home home;
+
   ~State() {
-    if (!host) return;
+    if (!host || !home.is_here()) return;
     try {
       cuda::DeviceGuard guard(device);
       cuda::CaptureModeGuard relaxed;
@@ -180,7 +182,6 @@ CapturedTransfer::CapturedTransfer(const Transfer& shape, KernelTuning tuning)
   s.tuning = tuning;
   cuda::DeviceGuard guard(s.device);
   cuda::CaptureModeGuard relaxed;
-  check(kernel::load(s.direction, variant_of(s.tuning)), "cudaFuncGetAttributes");
   s.list_start.push_back(0);
   for (const WorkList& list : shape.lists) s.list_start.push_back(s.list_start.back() + list.num_pairs);
   const uint64_t total = std::max<uint64_t>(1, s.list_start.back());
@@ -242,6 +243,12 @@ void CapturedTransfer::launch(uintptr_t stream) const {
 size_t CapturedTransfer::num_launches() const { return state_->launches.size(); }
 
 // -------------------------------------------------------------------------------------- what is here
+
+int exchange_capture_mode(int mode) {
+  auto exchanged = static_cast<cudaStreamCaptureMode>(mode);
+  check(cudaThreadExchangeStreamCaptureMode(&exchanged), "cudaThreadExchangeStreamCaptureMode");
+  return static_cast<int>(exchanged);
+}
 
 CudaStatus cuda_status() {
   CudaStatus status;

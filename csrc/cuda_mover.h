@@ -81,6 +81,10 @@ class CapturedTransfer {
   std::unique_ptr<State> state_;
 };
 
+// Sets how far this thread's calls may disturb graph captures of other threads, as
+// cudaStreamCaptureMode has it (0 global, 1 thread-local, 2 relaxed); returns what it was.
+int exchange_capture_mode(int mode);
+
 // What runs here, for people. Never throws; `error` is empty when there is at least one device.
 struct CudaDevice {
   int ordinal;

@@ -150,6 +150,7 @@ DevicePlan::DevicePlan(const Plan& plan) : device(device_of(plan)) {
 }
 
 DevicePlan::~DevicePlan() {
+  if (!home_.is_here()) return;
   try {
     DeviceGuard guard(device);
     CaptureModeGuard relaxed;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cuda_api.h"
+#include "home.h"
 #include "validate.h"
 
 namespace vkvmap::cuda {
@@ -44,6 +45,7 @@ class DevicePlan {
   const Tile* tiles() const { return tiles_; }          // device memory
 
  private:
+  const Home home_;
   void* memory_ = nullptr;
   const LayerEntry* layers_ = nullptr;
   const Tile* tiles_ = nullptr;

@@ -67,8 +67,7 @@ Registration::Registration(const std::vector<PinRange>& ranges, uint64_t max_byt
 
 Registration::~Registration() { release(); }
 
-void Registration::release() {
-  if (pieces_.empty()) return;
+void Registration::unregister() {
   cuda::CaptureModeGuard relaxed;
   for (const PinnedPiece& piece : pieces_) {
     {
@@ -77,6 +76,11 @@ void Registration::release() {
     }
     cuda::succeeded(cudaHostUnregister(reinterpret_cast<void*>(piece.address)));
   }
+}
+
+void Registration::release() {
+  if (pieces_.empty()) return;
+  if (home_.is_here()) unregister();
   pieces_.clear();
   why_not_ = "the registration was released";
 }

@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "home.h"
+
 namespace vkvmap {
 
 constexpr uint64_t kMaxPieceBytes = uint64_t{1} << 30;
@@ -40,9 +42,14 @@ class Registration {
   bool pinned() const { return why_not_.empty(); }
   const std::string& why_not() const { return why_not_; }
   const std::vector<PinnedPiece>& pieces() const { return pieces_; }
-  void release();  // unregisters, once; transfers that use the memory must have finished
+  // Unregisters, once; transfers that use the memory must have finished. In a forked child it only
+  // forgets: the registration is the parent's.
+  void release();
 
  private:
+  void unregister();
+
+  const Home home_;
   std::vector<PinnedPiece> pieces_;
   std::string why_not_;
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -228,6 +229,26 @@ def registering_gpu(monkeypatch: pytest.MonkeyPatch) -> type[FakeNative]:
     FakeNative.made.clear()
     monkeypatch.setattr(cuda._C, "cuda", FakeNative())
     return FakeNative
+
+
+def test_a_calibration_that_failed_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = cuda.Device(0, "a GPU", (9, 0), 8, 2, 1 << 30, "0000:00:00.0")
+    status = cuda.Status(True, 13000, 13000, (device,), "")
+    monkeypatch.setattr(cuda, "status", lambda: status)
+    monkeypatch.setattr(cuda, "beside_captures", contextlib.nullcontext)
+    monkeypatch.setattr(calibrate, "_current", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def out_of_memory(device: int) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(calibrate, "GpuProbe", out_of_memory)
+    assert calibrate.calibration(0).source == "default" and "out of memory" in caplog.text
+    monkeypatch.setattr(calibrate, "GpuProbe", lambda device: lambda *what: 1.0)
+    assert calibrate.calibration(0).source == "measured"
+    assert calibrate.calibration(0).source == "measured"
 
 
 def test_registration_covers_the_region_in_ranges_that_meet_on_pages(

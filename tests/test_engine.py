@@ -597,6 +597,30 @@ def test_a_forked_child_gets_an_engine_of_its_own() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "child 0\n", "")
 
 
+def test_plans_may_end_on_a_thread_of_the_engine_beside_other_interpreters() -> None:
+    """From the first sub-interpreter on, CPython no longer says which thread has the lock."""
+    done = run_python(
+        """
+        import importlib, sys
+        name = "_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters"
+        importlib.import_module(name).create()
+        import numpy as np
+        from vkvmap.calibrate_probe import synthetic_plan
+        from vkvmap.transfer import Engine
+        engine, near, far = Engine(1), np.zeros(1 << 20, np.uint8), np.zeros(1 << 21, np.uint8)
+        memory = near.ctypes.data, near.nbytes, far.ctypes.data, far.nbytes
+        ids = np.arange(256, dtype=np.int64)
+        for _ in range(1000):
+            plan = synthetic_plan(*memory, page_bytes=4096, run_bytes=256)
+            engine.submit(plan, 0, [(0, ids, ids)], report=False)
+            del plan
+        engine.shutdown()
+        print("ok")
+        """
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+
+
 @pytest.mark.parametrize("stalled", [False, True])
 def test_the_interpreter_may_end_with_jobs_in_flight(stalled: bool) -> None:
     done = run_python(

@@ -187,11 +187,13 @@ def calibration(device: int = 0, *, fresh: bool = False) -> Calibration:
     found = None if fresh else read_cached(machine)
     if found is None:
         try:
-            found = calibrate(machine, GpuProbe(device))
+            with cuda.beside_captures():
+                found = calibrate(machine, GpuProbe(device))
             write_cached(found)
         except Exception as error:  # whatever goes wrong: transfers must work without it
-            logger.warning("calibration failed, using defaults: %s", error)
-            found = default_calibration(machine)
+            # Not kept: it may have been for want of memory, and the next plan asks again.
+            logger.warning("calibration failed, using defaults for now: %s", error)
+            return default_calibration(machine)
     _current[device] = found
     return found
 

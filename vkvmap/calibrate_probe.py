@@ -38,9 +38,11 @@ class GpuProbe:
         self._device = torch.device("cuda", device)
         with torch.cuda.device(self._device):
             self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._cache = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+            with torch.cuda.stream(self._stream):
+                self._cache = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
             self._host = torch.zeros(2 * nbytes, dtype=torch.uint8, pin_memory=True)
-            torch.cuda.synchronize(self._device)
+            # Not the device: that is refused while anybody captures a graph.
+            self._stream.synchronize()
         self._plans: dict[int, _C.Plan] = {}
 
     def _plan(self, run: int) -> _C.Plan:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,9 @@ DIRECTIONS = ("store", "load")
 
 #: Longest piece that is registered in one call; drivers have had trouble with longer ones.
 MAX_PIECE_BYTES = 1 << 30
+
+#: cudaStreamCaptureModeRelaxed
+_RELAXED = 2
 
 
 class CudaUnavailableError(VkvmapError, RuntimeError):
@@ -93,6 +97,19 @@ def why_not() -> str:
 
 def devices() -> tuple[Device, ...]:
     return status().devices
+
+
+@contextmanager
+def beside_captures() -> Iterator[None]:
+    """Calls of this thread within neither spoil graph captures of other threads nor are refused.
+
+    For work that has nothing to do with them; synchronising a whole device stays forbidden.
+    """
+    before = _C.cuda.exchange_capture_mode(_RELAXED)
+    try:
+        yield
+    finally:
+        _C.cuda.exchange_capture_mode(before)
 
 
 def _version(number: int) -> str:

@@ -495,7 +495,7 @@ cudaError_t cudaStreamQuery(cudaStream_t s) {
 }
 cudaError_t cudaDeviceSynchronize() {
   ENTER;
-  if (forbidden()) return set(cudaErrorStreamCaptureUnsupported);
+  if (forbidden() || any_capture()) return set(cudaErrorStreamCaptureUnsupported);
   until_all_done();
   return cudaSuccess;
 }

@@ -1,5 +1,8 @@
 // The GPU movers on the CPU stand-in: bytes, order, failures, registration, graphs.
 // Usage: test_movers <scenario> <first seed> <seeds>. Exits 0, or says what is wrong.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <thread>
 
 #include "engine.h"
@@ -421,6 +424,19 @@ void registration(uint64_t seed) {
     good.release();
     good.release();
     CHECK(cuda_cpu::live().registrations == 0, "not released");
+  }
+
+  {  // What a forked child has are copies; the registrations are its parent's.
+    auto ours = std::make_unique<Registration>(ranges, 65536);
+    const pid_t child = fork();
+    if (child == 0) {
+      cuda_cpu::reset_calls();
+      ours.reset();
+      _exit(cuda_cpu::num_calls("cudaHostUnregister") == 0 ? 0 : 1);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child && status == 0, "a child unregisters: %d", status);
+    CHECK(cuda_cpu::live().registrations == 10, "and takes them from its parent");
   }
 
   // Device aliases elsewhere than the addresses: fine in one piece, refused across pieces.

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -138,35 +140,59 @@ def test_a_graph_may_have_the_first_launch_of_its_process(gpu: Any, direction: i
     in_a_process_of_its_own(capture_before_any_launch, direction)
 
 
-def enqueue_while_another_thread_captures(torch: Any, mover: str) -> None:
-    world = Pages(torch, count=5000, page_bytes=64, run_bytes=64)
+@contextmanager
+def a_capture_of_another_thread(torch: Any) -> Iterator[None]:
+    """Within, another thread captures a graph in global mode; the graph has to be good then."""
     marks = torch.zeros(4096, dtype=torch.uint8, device="cuda")
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    captures, enqueued = threading.Event(), threading.Event()
+    graph = torch.cuda.CUDAGraph()
+    captures, over = threading.Event(), threading.Event()
     ended: list[bool] = []
 
     def capture() -> None:
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):  # in global mode
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             marks.fill_(0x11)
             captures.set()
-            ended.append(enqueued.wait(60))
+            ended.append(over.wait(60))
 
     thread = threading.Thread(target=capture)
     torch.cuda.synchronize()
     thread.start()
     assert captures.wait(60)
     try:
-        groups = [(0, world.every, world.every[::-1].copy())]  # more pairs than a launch carries
-        cuda.enqueue(mover, world.plan, STORE, groups, stream)
+        yield
     finally:
-        enqueued.set()
+        over.set()
         thread.join()
-    stream.synchronize()
-    world.pages[::-1] = world.blocks
-    world.check(mover)
     graph.replay()
     torch.cuda.synchronize()
     assert ended == [True] and (marks.cpu().numpy() == 0x11).all()
+
+
+def enqueue_while_another_thread_captures(torch: Any, mover: str) -> None:
+    world = Pages(torch, count=5000, page_bytes=64, run_bytes=64)
+    stream = torch.cuda.Stream()
+    groups = [(0, world.every, world.every[::-1].copy())]  # more pairs than a launch carries
+    with a_capture_of_another_thread(torch):
+        cuda.enqueue(mover, world.plan, STORE, groups, stream)
+    world.pages[::-1] = world.blocks
+    world.check(mover)
+
+
+def change_the_launch_while_another_thread_captures(torch: Any) -> None:
+    world = Pages(torch, count=16, page_bytes=4096, run_bytes=64)
+    stream = torch.cuda.Stream()
+    cuda.enqueue("kernel", world.plan, STORE, [(0, ids(0), ids(0))], stream)
+    stream.synchronize()
+    cuda.set_tuning("store", cuda.KernelTuning(unroll=4))
+    with a_capture_of_another_thread(torch):
+        cuda.enqueue("kernel", world.plan, STORE, [(0, ids(1), ids(2))], stream)
+    world.pages[0], world.pages[2] = world.blocks[0], world.blocks[1]
+    world.check("other kernel")
+
+
+def calibrate_while_another_thread_captures(torch: Any) -> None:
+    with a_capture_of_another_thread(torch):
+        assert calibrate.calibration(0, fresh=True).source == "measured"
 
 
 @pytest.mark.parametrize("mover", MOVERS)
@@ -174,6 +200,17 @@ def test_transfers_and_the_captures_of_other_threads_leave_each_other_alone(
     gpu: Any, mover: str
 ) -> None:
     in_a_process_of_its_own(enqueue_while_another_thread_captures, mover)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [change_the_launch_while_another_thread_captures, calibrate_while_another_thread_captures],
+)
+def test_nothing_else_spoils_the_captures_of_other_threads(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, look: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    in_a_process_of_its_own(look)
 
 
 def two_groups(torch: Any, layers: int) -> tuple[Sides, Any, Any]:
