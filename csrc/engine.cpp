@@ -46,24 +46,15 @@ struct Registry {
   std::vector<std::weak_ptr<Engine>> engines;
 };
 Registry* g_registry = new Registry;  // never freed: workers may outlive static destruction
-std::atomic<uint64_t> g_generation{0};
-
-uint64_t process_generation() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] {
-    g_generation.fetch_add(1);
-    g_registry = new Registry;
-  });
-  (void)registered;
-  return g_generation.load(std::memory_order_relaxed);
-}
+[[maybe_unused]] const int g_registry_is_left_to_the_parent =
+    pthread_atfork(nullptr, nullptr, [] { g_registry = new Registry; });
 
 // A condition variable on which the parent's threads wait cannot be destroyed in a forked child, so
 // what belongs to the parent is abandoned there.
 template <typename T>
 std::shared_ptr<T> owned_by_this_process(T* object) {
-  const uint64_t generation = process_generation();
-  return std::shared_ptr<T>(object, [generation](T* owned) {
-    if (process_generation() == generation) delete owned;
+  return std::shared_ptr<T>(object, [home = Home()](T* owned) {
+    if (home.is_here()) delete owned;
   });
 }
 
@@ -88,7 +79,7 @@ void TimeHistogram::add(double seconds) {
 
 bool Job::wait(double seconds) {
   if (done()) return true;
-  if (process_generation() != generation_) {
+  if (!home_.is_here()) {
     throw std::runtime_error("wait: this job belongs to the parent process; wait for it there");
   }
   {
@@ -100,7 +91,7 @@ bool Job::wait(double seconds) {
 }
 
 bool Job::cancel() {
-  if (process_generation() != generation_) return false;
+  if (!home_.is_here()) return false;
   const std::shared_ptr<Engine> engine = engine_.lock();
   return engine && engine->cancel(*this);
 }
@@ -120,13 +111,11 @@ std::shared_ptr<Engine> Engine::create(size_t num_threads) {
   return engine;
 }
 
-Engine::Engine(size_t num_threads)
-    : num_threads_(num_threads), generation_(process_generation()) {}
+Engine::Engine(size_t num_threads) : num_threads_(num_threads) {}
 
 Engine::~Engine() { shutdown(false, -1); }
 
 void Engine::shutdown_all(double drain_seconds) {
-  process_generation();
   std::vector<std::shared_ptr<Engine>> engines;
   {
     std::lock_guard<std::mutex> lock(g_registry->mutex);
@@ -140,7 +129,7 @@ void Engine::shutdown_all(double drain_seconds) {
 }
 
 void Engine::check_usable() const {
-  if (process_generation() != generation_) {
+  if (!home_.is_here()) {
     throw std::runtime_error(
         "engine: its threads belong to the parent process and do not survive fork(); make a new "
         "engine in the child");
@@ -176,7 +165,6 @@ JobPtr Engine::submit(const SubmitRequest& request) {
   job->mover_ = &mover;
   job->report_ = request.report;
   job->notify_ = request.notify;
-  job->generation_ = generation_;
   job->engine_ = self_;
   job->plan_ = request.plan;
   job->keep_ = request.keep;

@@ -26,6 +26,7 @@
 #include <thread>
 #include <vector>
 
+#include "home.h"
 #include "intake.h"
 #include "mover.h"
 
@@ -82,7 +83,7 @@ class Job {
   Mover* mover_ = nullptr;
   bool report_ = true;
   bool notify_ = false;
-  uint64_t generation_ = 0;  // of the process, for wait() in a forked child
+  const Home home_;  // for wait() in a forked child
   std::weak_ptr<Engine> engine_;
   std::shared_ptr<const Plan> plan_;
 
@@ -203,7 +204,7 @@ class Engine {
   void reap();
 
   const size_t num_threads_;
-  const uint64_t generation_;  // of the process that owns the threads
+  const Home home_;  // the process that owns the threads
   std::weak_ptr<Engine> self_;  // for jobs, which do not keep their engine
 
   // Order of submission; held for the whole of submit().

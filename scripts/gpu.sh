@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# gpu.sh FOLDER [OPTION ...]: all that only a GPU can say, in about six minutes, ten at most. Builds the
-# checkout in place if it carries no build with CUDA, or an older one, runs the GPU tests, then the GPU
-# suite (OPTIONs are its own); what they print and the figures go to FOLDER. Fails if a test fails or a
-# byte is wrong.
+# gpu.sh FOLDER [OPTION ...]: all that only a GPU can say, within ten minutes. Builds the checkout in
+# place if it carries no build with CUDA, or an older one, runs the GPU tests, then the GPU suite
+# (OPTIONs are its own); what they print and the figures go to FOLDER. Fails if a test fails or a byte is
+# wrong.
 #
 # Downloads nothing: Python (PYTHON, default python3) must have torch with CUDA, numpy, pybind11, pytest
 # and hypothesis, and nvcc, cmake and ninja must be there.

@@ -18,6 +18,7 @@ import pytest
 from vkvmap import _C, Region, calibrate, cuda
 from vkvmap.calibrate_probe import synthetic_plan
 from vkvmap.errors import PlanError, TransferError
+from vkvmap.native import stream_handle
 from vkvmap.region import Section
 from vkvmap.transfer import Engine
 
@@ -151,7 +152,7 @@ NO_STREAMS = [True, 1.5, "x", -1, 1 << 64, Stream(None), Stream(True), Stream("7
 
 
 def test_a_stream_is_a_handle_an_object_that_has_one_or_the_default_one() -> None:
-    assert [cuda.stream_handle(stream) for stream, _ in STREAMS] == [n for _, n in STREAMS]
+    assert [stream_handle(stream) for stream, _ in STREAMS] == [n for _, n in STREAMS]
 
 
 @pytest.mark.parametrize("stream", NO_STREAMS, ids=repr)

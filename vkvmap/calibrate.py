@@ -205,8 +205,7 @@ def set_choice(device: int, direction: str, index: int, mover: str) -> None:
     """
     if mover not in GPU_MOVERS:
         raise PlanError(f"mover {mover!r}: choose one of a GPU's movers, {', '.join(GPU_MOVERS)}")
-    if direction not in DIRECTIONS:
-        raise PlanError(f"direction {direction!r}: choose one of {', '.join(DIRECTIONS)}")
+    cuda.direction_index(direction)
     if not 0 <= index <= len(SIZE_CLASSES):
         raise PlanError(f"size class {index}: choose one of 0 to {len(SIZE_CLASSES)}")
     now = calibration(device)

@@ -286,7 +286,7 @@ class KernelTuning:
 def tuning(direction: str) -> KernelTuning:
     """How ``"store"`` or ``"load"`` is launched at present."""
     _require("tuning")
-    return KernelTuning(**_C.cuda.tuning(_index(direction)))
+    return KernelTuning(**_C.cuda.tuning(direction_index(direction)))
 
 
 @translating
@@ -297,7 +297,7 @@ def set_tuning(direction: str, tuning: KernelTuning) -> None:
     """
     _require("set_tuning")
     _C.cuda.set_tuning(
-        _index(direction),
+        direction_index(direction),
         ctas=tuning.ctas,
         threads=tuning.threads,
         unroll=tuning.unroll,
@@ -306,7 +306,8 @@ def set_tuning(direction: str, tuning: KernelTuning) -> None:
     )
 
 
-def _index(direction: str) -> int:
+def direction_index(direction: str) -> int:
+    """0 for ``"store"``, 1 for ``"load"``. Raises PlanError for anything else."""
     if direction not in DIRECTIONS:
         raise PlanError(f"direction {direction!r:.40}: choose one of {', '.join(DIRECTIONS)}")
     return DIRECTIONS.index(direction)

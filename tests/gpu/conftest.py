@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,8 +33,15 @@ def gpu() -> Iterator[Any]:
     torch.cuda.synchronize()
 
 
+@pytest.fixture(autouse=True)
+def own_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the choice between movers, which is measured anew."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 @pytest.fixture
 def engine(gpu: Any) -> Iterator[Engine]:
     made = Engine(threads=2)
     yield made
+    made.resume()
     assert made.shutdown(timeout=60)

@@ -96,6 +96,10 @@ class Pages:
         self.sides.check(what)
 
 
+def small(torch: Any) -> Pages:
+    return Pages(torch, count=16, page_bytes=1 << 16, run_bytes=1024)
+
+
 def slow(torch: Any, stream: Any, cycles: int = SHORT) -> Any:
     """Keep `stream` busy for as long as `cycles` take; returns the event at their end."""
     over = torch.cuda.Event()

@@ -24,15 +24,12 @@ from tests.gpu.sides import (
     behind_slow_work,
     ids,
     slow,
+    small,
     steps_of_another_thread,
     with_longer_work,
 )
 from vkvmap import cuda
 from vkvmap.transfer import Engine, Job
-
-
-def small(torch: Any) -> Pages:
-    return Pages(torch, count=16, page_bytes=1 << 16, run_bytes=1024)
 
 
 @pytest.mark.parametrize("mover", MOVERS)
@@ -110,42 +107,34 @@ def test_ids_of_a_job_behind_slow_work_may_be_reused_at_once(
 
 @pytest.mark.parametrize("storer", MOVERS)
 @pytest.mark.parametrize("loader", MOVERS)
-def test_a_load_of_a_page_comes_after_the_store_of_it(
-    gpu: Any, engine: Engine, storer: str, loader: str
+@pytest.mark.parametrize(
+    ("stored", "loaded"),
+    [((0, 4), (1, 4)), ((3, 0), (3, 1))],
+    ids=["of the page that it writes", "into the block that it reads"],
+)
+def test_a_load_comes_after_the_store_that_it_meets(
+    gpu: Any,
+    engine: Engine,
+    storer: str,
+    loader: str,
+    stored: tuple[int, int],
+    loaded: tuple[int, int],
 ) -> None:
+    """`stored` and `loaded`: block and page of each."""
+
     def look(cycles: int) -> bool:
         world, idle = small(gpu), gpu.cuda.Stream()
         world.warm(engine, STORE, storer)
         world.warm(engine, LOAD, loader)
         stream, over = behind_slow_work(gpu, cycles)
-        engine.submit(world.plan, STORE, [(0, ids(0), ids(4))], mover=storer, stream=stream)
-        bound = engine.submit(world.plan, LOAD, [(0, ids(1), ids(4))], mover=loader, stream=idle)
-        in_time = not over.query()
-        bound.check(60)
-        world.pages[4] = world.blocks[1] = world.blocks[0]
-        world.check(f"{storer}, then {loader}")
-        return in_time
-
-    with_longer_work(look, SHORT)
-
-
-@pytest.mark.parametrize("storer", MOVERS)
-@pytest.mark.parametrize("loader", MOVERS)
-def test_a_load_into_a_block_comes_after_the_store_that_reads_it(
-    gpu: Any, engine: Engine, storer: str, loader: str
-) -> None:
-    def look(cycles: int) -> bool:
-        world, idle = small(gpu), gpu.cuda.Stream()
-        world.warm(engine, STORE, storer)
-        world.warm(engine, LOAD, loader)
-        stream, over = behind_slow_work(gpu, cycles)
-        store = engine.submit(world.plan, STORE, [(0, ids(3), ids(0))], mover=storer, stream=stream)
-        load = engine.submit(world.plan, LOAD, [(0, ids(3), ids(1))], mover=loader, stream=idle)
+        there, back = ([(0, ids(block), ids(page))] for block, page in (stored, loaded))
+        store = engine.submit(world.plan, STORE, there, mover=storer, stream=stream)
+        load = engine.submit(world.plan, LOAD, back, mover=loader, stream=idle)
         in_time = not over.query()
         load.check(60)
         store.check(60)
-        world.pages[0] = world.blocks[3]
-        world.blocks[3] = world.pages[1]
+        world.pages[stored[1]] = world.blocks[stored[0]]
+        world.blocks[loaded[0]] = world.pages[loaded[1]]
         world.check(f"{storer}, then {loader}")
         return in_time
 

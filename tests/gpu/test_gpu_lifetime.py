@@ -6,29 +6,18 @@ The same promises are kept on the CPU by tests/test_transfer.py, with stand-ins 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.gpu.sides import LOAD, MOVERS, STORE, Pages, slow
+from tests.gpu.sides import LOAD, LONG, MOVERS, STORE, ids, slow, small
 from tests.gpu.test_gpu_plan import EVERY, PAGES, TABLE, TOKENS, Rank
 from vkvmap import Region, TransferPlan, cuda
 from vkvmap.errors import PlanError, RegionError, StalePlanError
 from vkvmap.sections import sections_for
 from vkvmap.transfer import Engine, Job
-
-LONG = 4_000_000_000  # cycles: two seconds, in which a region is asked to close
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Engine]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of the choice between movers
-    made = Engine(threads=1)
-    yield made
-    made.resume()
-    assert made.shutdown(timeout=60)
 
 
 class Stored:
@@ -184,14 +173,6 @@ def test_a_mover_that_the_environment_names_and_that_cannot_is_a_plan_error(
         monkeypatch.setenv(f"VKVMAP_MOVER_{direction}", told)
         with pytest.raises(PlanError, match=f"VKVMAP_MOVER_{direction}='{told}'.*unset it"):
             TransferPlan(mappings, rank.views(), region, engine=engine)
-
-
-def small(torch: Any) -> Pages:
-    return Pages(torch, count=16, page_bytes=1 << 16, run_bytes=1024)
-
-
-def ids(*numbers: int) -> np.ndarray:
-    return np.array(numbers, np.int64)
 
 
 @pytest.mark.parametrize("mover", MOVERS)

@@ -1,6 +1,6 @@
 """The movers on a real GPU: every byte, ids behind slow work, graphs, unreachable memory.
 
-Run with ``VKVMAP_TEST_GPU=1 python -m pytest tests/gpu``; takes about a minute.
+Run with ``VKVMAP_TEST_GPU=1 python -m pytest tests/gpu``.
 """
 
 from __future__ import annotations
@@ -206,10 +206,7 @@ def test_transfers_and_the_captures_of_other_threads_leave_each_other_alone(
     "look",
     [change_the_launch_while_another_thread_captures, calibrate_while_another_thread_captures],
 )
-def test_nothing_else_spoils_the_captures_of_other_threads(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, look: Any
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_nothing_else_spoils_the_captures_of_other_threads(gpu: Any, look: Any) -> None:
     in_a_process_of_its_own(look)
 
 
@@ -388,9 +385,8 @@ def test_pageable_memory_is_left_to_the_copy_engines(gpu: Any) -> None:
 
 
 def test_calibration_takes_under_a_second_and_is_kept(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate, "_current", {})
     first = calibrate.calibration(0)
     assert first.source == "measured" and first.seconds < 1.5

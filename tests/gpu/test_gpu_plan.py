@@ -56,11 +56,6 @@ class Rank:
         return self.tensors[name].cpu().numpy()[self.blocks]
 
 
-@pytest.fixture(autouse=True)
-def own_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of the choice between movers
-
-
 @pytest.mark.parametrize("mover", ["auto", *MOVERS])
 def test_what_two_ranks_store_one_loads_layer_by_layer_and_after_sleep(
     gpu: Any, engine: Engine, mover: str

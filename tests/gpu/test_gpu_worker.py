@@ -16,8 +16,7 @@ from vkvmap.integrations.vllm.options import Options
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Any]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of the choice between movers
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with engine(monkeypatch, base()) as found:
         yield found
 

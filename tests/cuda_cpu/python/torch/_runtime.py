@@ -26,7 +26,6 @@ _PARAMETERS: dict[str, tuple[type, ...]] = {
     "cudaMemsetAsync": (_pointer, _int, _size, _pointer),
     "cuda_cpu_sleep": (_pointer, ctypes.c_double),
     "cudaDeviceSynchronize": (),
-    "cudaSetDevice": (_int,),
     "cudaStreamCreateWithFlags": (_out, ctypes.c_uint),
     "cudaStreamSynchronize": (_pointer,),
     "cudaEventCreateWithFlags": (_out, ctypes.c_uint),

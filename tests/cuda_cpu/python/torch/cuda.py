@@ -66,10 +66,6 @@ class Event:
             call("cudaEventDestroy", self._event)
 
 
-def is_available() -> bool:
-    return True
-
-
 def default_stream() -> Stream:
     return _default
 
